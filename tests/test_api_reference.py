@@ -140,3 +140,15 @@ def has_example(one: Any, examples: str) -> bool:
     members = [member for member in one.members.values() if not member.is_alias] if one.is_class else []
     own = any(each.docstring and ">>> " in each.docstring.value for each in (one, *members))
     return own or re.search(rf"^ *(>>>|\.\.\.) .*\b{one.name}\b|^{one.name}\(", examples, re.MULTILINE) is not None
+
+
+def test_no_docstring_only_points_elsewhere() -> None:
+    """A method that overrides has no docstring, and so that of what it overrides, or says where it differs."""
+    found = []
+    for path in sorted((ROOT / "src" / "geartrain").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                text = ast.get_docstring(node) or ""
+                if text.startswith("See "):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {text.splitlines()[0]}")
+    assert not found, "\n".join(found)

@@ -75,7 +75,9 @@ class CounterSlot(MutableMapping[str, float]):
 
 
 class SharedCounters:
-    """See the module. `create` makes the file, `open` attaches; the creator's `close` removes it.
+    """Counters in shared memory, one row a process.
+
+    `create` makes the file, `open` attaches. The creator's `close` removes it.
 
     Attributes:
         path: of the file, in /dev/shm or GEARTRAIN_DIR.

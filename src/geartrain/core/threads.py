@@ -42,7 +42,7 @@ class DaemonThread(threading.Thread):
         self.over = False
 
     def start(self) -> None:
-        """See `threading.Thread`. Raises `GeartrainError` where the system has no more threads."""
+        """Raises `GeartrainError` where the system has no more threads."""
         if self.ident is not None:
             raise RuntimeError("threads can only be started once")
         try:
@@ -54,7 +54,6 @@ class DaemonThread(threading.Thread):
             ) from None
 
     def run(self) -> None:
-        """See `threading.Thread`."""
         try:
             super().run()
         finally:

@@ -220,7 +220,7 @@ class CudaDevice:
 
 
 class _On:
-    """See `CudaDevice.on`; a stream of the device that is current."""
+    """Makes a stream of the current device current, as `CudaDevice.on` does."""
 
     __slots__ = ("_device", "_stream")
 
@@ -237,7 +237,7 @@ class _On:
 
 
 class _Entered(_On):
-    """See `CudaDevice.entered`."""
+    """Makes a device current, for `CudaDevice.entered`."""
 
     __slots__ = ("_mode",)
 

@@ -206,9 +206,7 @@ class RowSource(Protocol[Started]):
         """What a batch asks of Python code, by name."""
         ...
 
-    def enter(self) -> None:
-        """See `BatchBuilder`."""
-        ...
+    def enter(self) -> None: ...
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> Started:
         """Applies the updates that are due, and draws and reads the batch of a step: all of it unless `overlaps`.
@@ -218,45 +216,29 @@ class RowSource(Protocol[Started]):
         """
         ...
 
-    def ready(self, started: Started) -> bool:
-        """See `BatchBuilder`."""
-        ...
+    def ready(self, started: Started) -> bool: ...
 
     def finish(self, started: Started) -> BuiltBatch:
-        """See `BatchBuilder`. Called where `overlaps`."""
+        """Called where `overlaps`."""
         ...
 
-    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
-        """See `BatchBuilder`."""
-        ...
+    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None: ...
 
-    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
-        """See `BatchBuilder`."""
-        ...
+    def settle(self, step: int, updates: list[PriorityUpdate]) -> None: ...
 
-    def restart(self) -> None:
-        """See `BatchBuilder`."""
-        ...
+    def restart(self) -> None: ...
 
-    def rewind(self) -> None:
-        """See `BatchBuilder`."""
-        ...
+    def rewind(self) -> None: ...
 
     def stats(self, make_s: float) -> dict[str, Any]:
         """Figures beside those of all builders, whose batches took so many seconds."""
         ...
 
-    def describe(self) -> list[dict[str, Any]]:
-        """See `BatchBuilder`."""
-        ...
+    def describe(self) -> list[dict[str, Any]]: ...
 
-    def abort(self, reason: str) -> None:
-        """See `BatchBuilder`."""
-        ...
+    def abort(self, reason: str) -> None: ...
 
-    def close(self) -> None:
-        """See `BatchBuilder`."""
-        ...
+    def close(self) -> None: ...
 
 
 class HostBatchBuilder:
@@ -285,11 +267,10 @@ class HostBatchBuilder:
         self._built = 0
 
     def enter(self) -> None:
-        """See `BatchBuilder`."""
         self.source.enter()
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> Any:
-        """See `BatchBuilder`. All but the transform is done when this returns, unless `overlaps`."""
+        """All but the transform is done when this returns, unless `overlaps`."""
         began_s = time.perf_counter()
         with Admission() as admission:
             started = self.source.start(step, state, updates, admission)
@@ -298,11 +279,9 @@ class HostBatchBuilder:
         return started
 
     def ready(self, started: Any) -> bool:
-        """See `BatchBuilder`."""
         return not self.overlaps or self.source.ready(started)
 
     def finish(self, started: Any) -> BuiltBatch:
-        """See `BatchBuilder`."""
         built: BuiltBatch = started
         if self.overlaps:
             with started.admission:
@@ -334,33 +313,26 @@ class HostBatchBuilder:
         built.make_s += time.perf_counter() - began_s
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
-        """See `BatchBuilder`."""
         self.source.settle(step, updates)
 
     def restart(self) -> None:
-        """See `BatchBuilder`."""
         self.source.restart()
 
     def rewind(self) -> None:
-        """See `BatchBuilder`."""
         self.source.rewind()
 
     def stats(self) -> dict[str, Any]:
-        """See `BatchBuilder`."""
         callbacks = [*self.source.callbacks, *([] if self._transform is None else ["transform"])]
         figures = build_stats(self._built, self._make_s, self.samplers)
         return {**figures, **self.source.stats(self._make_s), "path": path_of(callbacks)}
 
     def describe(self) -> list[dict[str, Any]]:
-        """See `BatchBuilder`."""
         return self.source.describe()
 
     def abort(self, reason: str) -> None:
-        """See `BatchBuilder`."""
         self.source.abort(reason)
 
     def close(self) -> None:
-        """See `BatchBuilder`."""
         self.source.close()
 
 

@@ -80,16 +80,14 @@ class LocalRows:
 
     @property
     def callbacks(self) -> list[str]:
-        """See `RowSource`."""
         return [name for sampler in self.samplers for name in sampler.callbacks]
 
     def enter(self) -> None:
-        """See `BatchBuilder`."""
+        pass
 
     # --- a batch ------------------------------------------------------------------------------------------------
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> BuiltBatch:
-        """See `RowSource`."""
         if self._later is not None:
             self._apply_due(self._later, step, updates)
         elif updates:
@@ -123,17 +121,14 @@ class LocalRows:
         return state
 
     def ready(self, started: BuiltBatch) -> bool:
-        """See `BatchBuilder`."""
         return True
 
     def finish(self, started: BuiltBatch) -> BuiltBatch:
-        """See `BatchBuilder`."""
         return started
 
     # --- priorities, state, leaving -------------------------------------------------------------------------------
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
-        """See `BatchBuilder`."""
         if self.update_lag is None:
             return apply_updates(self.samplers, update, step)
         keys = update.keys
@@ -159,33 +154,29 @@ class LocalRows:
         updates.clear()
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
-        """See `BatchBuilder`."""
         for came in [] if self._later is None else self._later.all():
             self._apply(step, came)
         self._apply(step, updates)
 
     def restart(self) -> None:
-        """See `BatchBuilder`."""
         self._first = True
 
     def rewind(self) -> None:
-        """See `BatchBuilder`."""
         if self._later is not None:
             self._later.all()
 
     def stats(self, make_s: float) -> dict[str, Any]:
-        """See `RowSource`: where any number of ranks would make the batches, with the figures of ranks."""
+        """Where any number of ranks would make the batches, with the figures of ranks."""
         if self.update_lag is None:
             return {}
         local_bytes = self._read * sum(self.samplers[0].arrays.values())
         return {**_OF_RANKS, "local_bytes": local_bytes, "local_share": 1.0, "fetch_s": make_s}
 
     def describe(self) -> list[dict[str, Any]]:
-        """See `BatchBuilder`."""
         return []
 
     def abort(self, reason: str) -> None:
-        """See `BatchBuilder`. The segments stay where a group is left so."""
+        """The segments stay where a group is left so."""
         if self._group is None:
             return
         for sampler in self.samplers:
@@ -194,7 +185,7 @@ class LocalRows:
         self._group.abort(reason)
 
     def close(self) -> None:
-        """See `BatchBuilder`. Host memory is recycled by itself."""
+        """Host memory is recycled by itself."""
         if self._group is not None:
             self._group.close()
 

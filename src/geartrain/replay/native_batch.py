@@ -31,29 +31,19 @@ class BatchPlan(Protocol):
     """
 
     @property
-    def names(self) -> Sequence[str]:
-        """See above."""
-        ...
+    def names(self) -> Sequence[str]: ...
 
     @property
-    def places(self) -> Mapping[str, int]:
-        """See above."""
-        ...
+    def places(self) -> Mapping[str, int]: ...
 
     @property
-    def from_dlpack(self) -> Callable[[Any], Any] | None:
-        """See above."""
-        ...
+    def from_dlpack(self) -> Callable[[Any], Any] | None: ...
 
     @property
-    def exchanged(self) -> Mapping[str, int]:
-        """See above."""
-        ...
+    def exchanged(self) -> Mapping[str, int]: ...
 
     @property
-    def per_step(self) -> bool:
-        """See above."""
-        ...
+    def per_step(self) -> bool: ...
 
     def as_field(self, name: str, array: NDArray[Any]) -> Any:
         """A field's array as users get it."""
@@ -124,7 +114,6 @@ class NativeBatch(Batch):
 
     @property
     def nbytes(self) -> int:
-        """See `Batch`."""
         return self._rows.nbytes
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -111,11 +111,9 @@ class PassRows:
 
     @property
     def state(self) -> dict[str, int]:
-        """See `SuppliedRows`."""
         return self._before if self._taken is None else self._taken.state
 
     def __call__(self, round: int, lost: NDArray[np.uint32], kept: NDArray[np.uint32]) -> Chosen:
-        """See `SuppliedRows`."""
         if self._taken is None:
             return self._all_of(self._take(self._n, self._before))
         taken = self._taken
@@ -158,7 +156,6 @@ class MixedPassRows:
         self.state = state
 
     def __call__(self, round: int, lost: NDArray[np.uint32], kept: NDArray[np.uint32]) -> Chosen:
-        """See `SuppliedRows`."""
         if round:
             self.state = self.state | {"skipped": self.state.get("skipped", 0) + len(lost)}
         taken = self._passes.take_on(self._passes.alone, len(lost), self.state)

@@ -64,7 +64,6 @@ class StrategyRows:
         self.state = state
 
     def __call__(self, round: int, numbers: NDArray[np.uint32], kept: NDArray[np.uint32], /) -> Chosen:
-        """See `SuppliedRows`."""
         redraw = Redraw(round, numbers, kept) if round else None
         drawn = self._select(self._n, self._step, self.state, redraw)
         self.draw = drawn if redraw is None else self.draw.with_redrawn(numbers, drawn)

@@ -303,11 +303,9 @@ class TransitionPlan:
         return self.view.frame_stack
 
     def as_output(self, array: NDArray[Any]) -> Any:
-        """See `FetchPlan`."""
         return self._plan.as_output(array)
 
     def as_field(self, name: str, array: NDArray[Any]) -> Any:
-        """See `FetchPlan`."""
         dtype = self._dtypes[name]
         if self._plan.output == "torch":
             return as_tensor(array, dtype)

@@ -134,6 +134,7 @@ def recorded_fields(
 
     Raises:
         FieldError: another field is called `geartrain.episodes` or `geartrain.repeats`.
+        ArgumentError: `n_step` is below 1, or given without `overlap=True`.
 
     Examples:
         >>> import geartrain as gt

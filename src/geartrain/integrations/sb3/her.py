@@ -89,19 +89,16 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """See `ReplayBuffer`."""
         super().__setstate__(state)
         self.env = None
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
-        """See `ReplayBuffer.add`."""
         super().add(obs, next_obs, action, reward, done, infos)
         ended = np.asarray(done).reshape(self.n_envs)
         if ended.any():
             self._current_ep_start[ended != 0] = self.pos
 
     def reset(self) -> None:
-        """See `ReplayBuffer.reset`."""
         super().reset()
         self._current_ep_start[:] = 0
 

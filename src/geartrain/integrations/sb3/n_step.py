@@ -40,7 +40,7 @@ class NStepReplayBuffer(ReplayBuffer, stock.NStepReplayBuffer):
         super().__init__(*args, **kwargs)
 
     def samples_of(self, windows: DrawnWindows, env: Any) -> ReplayBufferSamples:
-        """See `ReplayBuffer.samples_of`; with the discount of each next observation."""
+        """With the discount of each next observation."""
         flags = windows.fields[FLAGS][:, 1:]
         count = summed_steps(flags)
         every = np.arange(len(count))

@@ -100,7 +100,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
 
     @property
     def max_priority(self) -> float:
-        """See the class."""
+        """Largest |td_error| so far, whose priority new transitions get."""
         return float(self.store.new_priority ** (1 / self.alpha)) - self.min_priority if self.alpha else 1.0
 
     def update_priorities(self, keys: Keys, td_errors: ArrayLike, progress_remaining: float | None = None) -> int:

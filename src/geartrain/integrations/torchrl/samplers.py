@@ -119,7 +119,7 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
 
     @property
     def alpha(self) -> float:
-        """See the class."""
+        """Exponent of the priorities."""
         return self._alpha
 
     @alpha.setter
@@ -147,7 +147,7 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
 
     @property
     def beta(self) -> float:
-        """See the class."""
+        """Exponent of the importance weights."""
         return self._beta
 
     @beta.setter

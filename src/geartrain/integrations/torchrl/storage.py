@@ -497,7 +497,6 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """See `__getstate__`."""
         store = state.pop("store")
         Storage.__setstate__(self, state)
         self._guard = threading.local()

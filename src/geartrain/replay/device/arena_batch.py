@@ -63,7 +63,6 @@ class ArenaViews:
 
     @property
     def names(self) -> list[str]:
-        """See above."""
         return list(self._fields)
 
     def field(self, arena: torch.Tensor, name: Any) -> torch.Tensor:
@@ -137,7 +136,6 @@ class ArenaBatch(Batch):
 
     @property
     def nbytes(self) -> int:
-        """See `Batch`."""
         return self._views.nbytes
 
     def __reduce__(self) -> tuple[Any, ...]:

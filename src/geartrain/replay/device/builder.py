@@ -125,13 +125,11 @@ class DeviceBatchBuilder:
                     one.path = "staged"
 
     def enter(self) -> None:
-        """See `BatchBuilder`."""
         self._session.enter()
 
     # --- a batch -----------------------------------------------------------------------------------------------
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> PendingBatch:
-        """See `BatchBuilder`."""
         with Admission() as admission, self._session.at_work():
             began_s = time.perf_counter()
             self._session.hold_back()
@@ -144,11 +142,9 @@ class DeviceBatchBuilder:
             return pending
 
     def ready(self, started: PendingBatch) -> bool:
-        """See `BatchBuilder`."""
         return True
 
     def finish(self, started: PendingBatch) -> BuiltBatch:
-        """See `BatchBuilder`."""
         if started.made is not None:
             return started.made
         with started.admission, self._session.at_work():
@@ -218,20 +214,18 @@ class DeviceBatchBuilder:
     # --- priorities, figures, closing --------------------------------------------------------------------------
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
-        """See `BatchBuilder`."""
         return self._host.submit_updates(update, step)
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
-        """See `BatchBuilder`. None are kept."""
+        """None are kept."""
 
     def restart(self) -> None:
-        """See `BatchBuilder`. No updates wait."""
+        """No updates wait."""
 
     def rewind(self) -> None:
-        """See `BatchBuilder`. Nothing is kept but the state."""
+        """Nothing is kept but the state."""
 
     def stats(self) -> dict[str, Any]:
-        """See `BatchBuilder`."""
         callbacks = [name for sampler in self.samplers for name in sampler.callbacks]
         if self._staged is None:
             if any(copy is not None for copy in self._mirrors.copies):
@@ -241,7 +235,7 @@ class DeviceBatchBuilder:
         return {**build_stats(self._built, self._make_s, self.samplers), "path": path_of(callbacks)}
 
     def describe(self) -> list[dict[str, Any]]:
-        """See `BatchBuilder`: the path in use and why, where rows are drawn, pinned bytes."""
+        """The path in use and why, where rows are drawn, pinned bytes."""
         staged = {}
         if self._staged is not None:
             staged = {"pinned_pool_bytes": self.targets[0].pool.nbytes + self._staged.nbytes}
@@ -251,10 +245,10 @@ class DeviceBatchBuilder:
         ]
 
     def abort(self, reason: str) -> None:
-        """See `BatchBuilder`. No other rank waits."""
+        """No other rank waits."""
 
     def close(self) -> None:
-        """See `BatchBuilder`. Waits for the stream, and unpins."""
+        """Waits for the stream, and unpins."""
         self._session.close()
 
 

@@ -66,7 +66,6 @@ class CopyTransfer(Transfer):
     """A batch whose rows are copied one by one; see `Transfer`."""
 
     def begin(self, n: int) -> None:
-        """See `Transfer`."""
         import torch
 
         super().begin(n)
@@ -89,7 +88,7 @@ class CopyTransfer(Transfer):
         ends: NDArray[np.int32] | None,
         places: NDArray[np.uint32] | None,
     ) -> _Rows:
-        """See `Transfer`. Gives the copies to the stream."""
+        """Gives the copies to the stream."""
         if places is None and len(rows) != self.layout.n:
             self.begin(len(rows))
         at = self.targets[store]
@@ -129,7 +128,7 @@ class CopyTransfer(Transfer):
             at.device.run(lambda: [part.zero_() for part in parts])
 
     def resolve(self, launched: _Rows) -> tuple[NDArray[Any], ...]:
-        """See `Transfer`. Here, and only here, a host thread waits for the device."""
+        """Here, and only here, a host thread waits for the device."""
         self.target.device.sync(launched.event)
         torn, at = launched.torn, launched.places
         _native.changed_rows(launched.store, launched.rows, launched.generations, launched.contents, torn)
@@ -137,7 +136,6 @@ class CopyTransfer(Transfer):
         return torn, lengths, starts, steps_of(lengths, starts, launched.ends), self._versions[at]
 
     def known_mask(self) -> NDArray[np.bool_]:
-        """See `Transfer`."""
         return self._mask
 
     def complete(self, probability: Any, importance_weights: Any) -> bool:

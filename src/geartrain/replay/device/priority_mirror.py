@@ -200,7 +200,7 @@ class DevicePriorities:
     # --- updates ---------------------------------------------------------------------------------------------------
 
     def change(self, rows: NDArray[np.uint32], change: Callable[[], int]) -> int:
-        """See `PriorityCopy`. Called by any thread."""
+        """Called by any thread."""
         with self._lock:
             gone = change()
             self._own += len(rows) - gone
@@ -326,7 +326,7 @@ class DrawnTransfer:
         return self._priorities.begin(n)
 
     def launch(self, store: int, rows: Any, generations: Any, ends: Any, places: Any) -> Gathering:
-        """See `Transfer`; `rows` is None where the device draws them, and places their windows."""
+        """`rows` is None where the device draws them, and places their windows."""
         if rows is not None:
             return self._transfer.launch(store, rows, generations, ends, places)
         drawn = self._priorities.draw(self._strategy, self._n, self._step)
@@ -334,7 +334,7 @@ class DrawnTransfer:
         return self._transfer.gather(store, *drawn[:2], draw=placed, places=places, told=drawn)
 
     def resolve(self, launched: Gathering) -> tuple[NDArray[Any], ...]:
-        """See `Transfer`; and of rows that the device has drawn: rows, generations and probabilities (k,)."""
+        """And of rows that the device has drawn: rows, generations and probabilities (k,)."""
         found = self._transfer.resolve(launched)
         if len(found) == 5:
             return found

@@ -43,11 +43,9 @@ class PinnedBatch:
     transfer: StagedTransfer | None = None  # of one batch after the other, where nothing is converted
 
     def mask(self) -> NDArray[np.bool_]:
-        """See `PinnedRows`."""
         return self.rows.mask()
 
     def sent(self) -> Any:
-        """See `PinnedRows`."""
         self.event = self.device.record()
         return self.event
 

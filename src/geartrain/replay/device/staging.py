@@ -36,29 +36,19 @@ class PinnedRows(Protocol):
     """
 
     @property
-    def memory(self) -> torch.Tensor:
-        """See above."""
-        ...
+    def memory(self) -> torch.Tensor: ...
 
     @property
-    def nbytes(self) -> int:
-        """See above."""
-        ...
+    def nbytes(self) -> int: ...
 
     @property
-    def layout(self) -> Arena:
-        """See above."""
-        ...
+    def layout(self) -> Arena: ...
 
     @property
-    def views(self) -> ArenaViews | None:
-        """See above."""
-        ...
+    def views(self) -> ArenaViews | None: ...
 
     @property
-    def weighed(self) -> bool:
-        """See above."""
-        ...
+    def weighed(self) -> bool: ...
 
     def mask(self) -> NDArray[np.bool_]:
         """(n, steps) of the batch, for what is converted or packed."""
@@ -95,7 +85,6 @@ class StagedTransfer(Transfer):
         super().__init__(targets, n)
 
     def begin(self, n: int) -> None:
-        """See `Transfer`."""
         super().begin(n)
         self.arrays: list[NDArray[Any]] = []
         if self._given is not None:
@@ -112,7 +101,7 @@ class StagedTransfer(Transfer):
         ends: NDArray[np.int32] | None,
         places: NDArray[np.uint32] | None,
     ) -> _Fetched:
-        """See `Transfer`. The CPU has copied the rows when this returns."""
+        """The CPU has copied the rows when this returns."""
         if places is None and len(rows) != self.layout.n:
             self.begin(len(rows))
         copied = self.targets[store].plan.fetch(rows, generations, ends, self.arrays, places)
@@ -121,12 +110,10 @@ class StagedTransfer(Transfer):
         return _Fetched(copied, ends, at)
 
     def resolve(self, launched: _Fetched) -> tuple[NDArray[Any], ...]:
-        """See `Transfer`."""
         rows = launched.rows
         return rows.torn, rows.lengths, rows.starts, steps_of(rows.lengths, rows.starts, launched.ends), rows.versions
 
     def known_mask(self) -> NDArray[np.bool_]:
-        """See `Transfer`."""
         return self._pinned.mask()
 
     def put(self, rows: FetchedRows, at: Any = slice(None)) -> None:
@@ -159,11 +146,10 @@ class StagedTransfer(Transfer):
         self._event = None
 
     def record(self) -> Any:
-        """See `Transfer`. That of the copy, where nothing was sent after it."""
+        """That of the copy, where nothing was sent after it."""
         return super().record() if self._event is None else self._event
 
     def views(self) -> ArenaViews:
-        """See `Transfer`."""
         as_it_is = self.target.plain is self.target.gather
         return (self._pinned.views if as_it_is else None) or super().views()
 
@@ -203,11 +189,10 @@ class _OwnRows:
         self._versions[at] = rows.versions
 
     def mask(self) -> NDArray[np.bool_]:
-        """See `PinnedRows`."""
         return self._mask
 
     def sent(self) -> Any:
-        """See `PinnedRows`. Its copies follow, so that its event is not the batch's."""
+        """Its copies follow, so that its event is not the batch's."""
         self._target.pool.give(self.memory)
 
 

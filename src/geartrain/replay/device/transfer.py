@@ -225,7 +225,6 @@ class GatherTransfer(Transfer):
         self.copies_all = self.plan.packed
 
     def begin(self, n: int) -> None:
-        """See `Transfer`."""
         super().begin(n)
         target = self.target
         if self._given is not None:
@@ -242,7 +241,6 @@ class GatherTransfer(Transfer):
         ends: NDArray[np.int32] | None,
         places: NDArray[np.uint32] | None,
     ) -> Gathering:
-        """See `Transfer`."""
         return self.gather(store, rows, generations, ends=ends, places=places)
 
     def gather(
@@ -299,7 +297,7 @@ class GatherTransfer(Transfer):
         return buffer, part if tensor.dtype == uint8 else part.view(tensor.dtype)
 
     def resolve(self, launched: Gathering) -> tuple[NDArray[Any], ...]:
-        """See `Transfer`. Here, and only here, a host thread waits for the device."""
+        """Here, and only here, a host thread waits for the device."""
         target, layout = self.target, self.layout
         target.device.sync(launched.event)
         metadata, *told = [np.array(view.numpy()) for _, view in launched.copies]

@@ -103,28 +103,23 @@ class DeviceAssembler(HostAssembler):
         self.mirrors: Mirrors | None = None
 
     def open_mirrors(self, samplers: Sequence[StoreSampler]) -> Sequence[DevicePriorities | None]:
-        """See `BatchAssembler`."""
         targets = self.targets if self.path == "gather" else []
         self.mirrors = Mirrors(samplers, targets, self.options, over_ranks=True)
         return self.mirrors.copies
 
     def enter(self) -> None:
-        """See `BatchAssembler`."""
         self.session.enter()
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """See `BatchAssembler`."""
         with self.session.at_work():
             self.session.hold_back()
             yield
 
     def own(self, mine: RowBuffer) -> Target:
-        """See `BatchAssembler`."""
         return mine.target(self.rank)
 
     def exchange(self, agreement: ReadAgreement, reader: RankReader, read: _native.RankRead, mine: Any) -> int:
-        """See `BatchAssembler`."""
         if mine is None or not read.expected:
             agreement.exchange(read.sends, [], idle=not read.moves)
             return 0
@@ -158,14 +153,12 @@ class DeviceAssembler(HostAssembler):
         counts: Sequence[int],
         step: int,
     ) -> NDArray[np.float64] | None:
-        """See `BatchAssembler`."""
         if agreement is None or agreement.lowest is None:
             return None
         rows, generations, probability = (mine.headers[name] for name in ("row", "generation", "probability"))
         return importance_weights(reader.samplers, read, rows, generations, probability, counts, agreement.lowest, step)
 
     def pieces(self, mine: Any) -> list[Bytes]:
-        """See `BatchAssembler`."""
         return [*(flat_bytes(array) for array in mine.arrays), flat_bytes(mine.headers)]
 
     @staticmethod
@@ -182,7 +175,6 @@ class DeviceAssembler(HostAssembler):
         return ready.batch, self.session.deliver(ready)
 
     def empty_batch(self, sampler: StoreSampler, plan: FetchPlan | None, step: int) -> tuple[Batch, Callable[[], None]]:
-        """See `BatchAssembler`."""
         (batch, deliver), empty = super().empty_batch(sampler, None, step), self.device.empty
         metadata: dict[str, Any] = {
             name: empty(tuple(array.shape), array.dtype)
@@ -192,7 +184,6 @@ class DeviceAssembler(HostAssembler):
         return dataclasses.replace(batch, **metadata), deliver
 
     def describe(self) -> list[dict[str, Any]]:
-        """See `BatchAssembler`."""
         chosen = {"path": self.path, "why": self.why, "exchange": "host"}
         selects = ["host"] * len(self.targets) if self.mirrors is None else self.mirrors.describe()
         return [
@@ -201,7 +192,7 @@ class DeviceAssembler(HostAssembler):
         ]
 
     def close(self) -> None:
-        """See `BatchAssembler`. Waits for the stream, and unpins."""
+        """Waits for the stream, and unpins."""
         self.session.close()
 
 
@@ -222,13 +213,11 @@ class StagedAssembler(DeviceAssembler):
     path = "staged"
 
     def buffer(self, reader: RankReader, plan: FetchPlan, n: int) -> _StagedBuffer:
-        """See `BatchAssembler`."""
         return _StagedBuffer(plan, StagedTransfer(self.targets, n), n)
 
     def batch(
         self, reader: RankReader, read: _native.RankRead, mine: Any, weights: NDArray[np.float64] | None, step: int
     ) -> tuple[Batch, Callable[[], None]]:
-        """See `BatchAssembler`."""
         its = read.draws()
         keys = self.keys_of(reader, mine, its)
         mine.transfer.put(mine.raw())
@@ -252,7 +241,6 @@ class DeviceRowBuffer(RowBuffer):
         return sum(self.n * (plan.steps if field.timed else 1) * field.result_bytes for field in plan.fields)
 
     def target(self, rank: int) -> Target:
-        """See `RowBuffer`."""
         return rank, [], flat_bytes(self.headers), self.transfer
 
 
@@ -272,7 +260,6 @@ class GatherAssembler(DeviceAssembler):
             self._packed = gather_plan_of(targets[0].plan, targets[0].options.convert, True)
 
     def buffer(self, reader: RankReader, plan: FetchPlan, n: int) -> DeviceRowBuffer:
-        """See `BatchAssembler`."""
         return DeviceRowBuffer(plan, n, GatherTransfer(self.targets, n))
 
     def _message_memory(self, plan: FetchPlan, counts: Sequence[int]) -> Sequence[Bytes | None]:
@@ -339,7 +326,6 @@ class GatherAssembler(DeviceAssembler):
     def batch(
         self, reader: RankReader, read: _native.RankRead, mine: Any, weights: NDArray[np.float64] | None, step: int
     ) -> tuple[Batch, Callable[[], None]]:
-        """See `BatchAssembler`."""
         its = read.draws()
         keys = self.keys_of(reader, mine, its)
         transfer, work = self.packed_transfer(mine)

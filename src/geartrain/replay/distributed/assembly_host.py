@@ -33,32 +33,28 @@ class HostAssembler:
     """Batches in host memory; see `geartrain.replay.distributed.assembly.BatchAssembler`."""
 
     def enter(self) -> None:
-        """See `BatchAssembler`."""
+        pass
 
     def open_mirrors(self, samplers: Sequence[StoreSampler]) -> Sequence[DevicePriorities | None]:
-        """See `BatchAssembler`. Rows are drawn on the host."""
+        """Rows are drawn on the host."""
         return [None for _ in samplers]
 
     def at_work(self) -> AbstractContextManager[None]:
-        """See `BatchAssembler`."""
         return _NOTHING
 
     def buffer(self, reader: RankReader, plan: FetchPlan, n: int) -> Any:
-        """See `BatchAssembler`."""
         return reader.empty_batch(n)
 
     def own(self, mine: Any) -> Any:
-        """See `BatchAssembler`."""
         return mine
 
     def targets_of(self, wanted: Callable[[], Sequence[tuple[int, FetchPlan, int]]]) -> list[Target] | None:
-        """See `BatchAssembler`. Messages are in host memory."""
+        """Messages are in host memory."""
         return None
 
     def exchange(
         self, agreement: ReadAgreement, reader: RankReader, read: _native.RankRead, mine: _native.SampledBatch | None
     ) -> int:
-        """See `BatchAssembler`."""
         if read.outcome is not None:  # no row moves, and all ranks have told already
             agreement.check(read.outcome)
             return 0
@@ -74,7 +70,6 @@ class HostAssembler:
         counts: Sequence[int],
         step: int,
     ) -> NDArray[np.float64] | None:
-        """See `BatchAssembler`."""
         if not reader.with_lowest or (mine.weighed and read.outcome is not None):  # `RankReader.build` has done it
             return mine.importance_weights()
         lowest = None if agreement is None else agreement.lowest
@@ -91,7 +86,6 @@ class HostAssembler:
         return mine.importance_weights()
 
     def pieces(self, mine: _native.SampledBatch) -> list[Bytes]:
-        """See `BatchAssembler`."""
         return [mine.buffer()]
 
     def batch(
@@ -102,7 +96,6 @@ class HostAssembler:
         weights: NDArray[np.float64] | None,
         step: int,
     ) -> tuple[Batch, Callable[[], None]]:
-        """See `BatchAssembler`."""
         if weights is not None and not mine.weighed:  # of the tensor-parallel peer whose batch this is
             mine.set_importance(0, weights)
         view = reader.samplers[0].transitions
@@ -111,7 +104,6 @@ class HostAssembler:
         return rank_batch(mine, view or reader.plan, step, reader.members.shard_ids, read.draws()), nothing
 
     def empty_batch(self, sampler: StoreSampler, plan: FetchPlan | None, step: int) -> tuple[Batch, Callable[[], None]]:
-        """See `BatchAssembler`."""
         view, kind = sampler.transitions, sampler.plan
         fields: dict[str, Any] = {}
         steps = kind.window or kind.store.max_length
@@ -139,11 +131,10 @@ class HostAssembler:
         return batch, nothing
 
     def describe(self) -> list[dict[str, Any]]:
-        """See `BatchAssembler`."""
         return []
 
     def close(self) -> None:
-        """See `BatchAssembler`."""
+        pass
 
 
 def importance_weights(

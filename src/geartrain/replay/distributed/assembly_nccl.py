@@ -60,7 +60,7 @@ class NcclAssembler(GatherAssembler):
         self._pending: Callable[[], None] = nothing  # the all-to-all of the batch that is being built
 
     def targets_of(self, wanted: Callable[[], Sequence[tuple[int, FetchPlan, int]]]) -> list[Target] | None:
-        """See `BatchAssembler`. All of them in one device buffer, in the order in which the group sends."""
+        """All of them in one device buffer, in the order in which the group sends."""
         import torch
 
         ordered = sorted(wanted(), key=lambda each: self._group.order[each[0]])
@@ -77,7 +77,7 @@ class NcclAssembler(GatherAssembler):
         return [buffer.target(rank) for rank, buffer in self._outgoing.items()]
 
     def exchange(self, agreement: ReadAgreement, reader: RankReader, read: _native.RankRead, mine: Any) -> int:
-        """See `BatchAssembler`. Headers are exchanged now, from host to host; fields when the batch is taken."""
+        """Headers are exchanged now, from host to host; fields when the batch is taken."""
         outbox, self._outbox = self._outbox, None
         outgoing, self._outgoing = self._outgoing, {}
         assert outbox is not None
@@ -133,7 +133,6 @@ class NcclAssembler(GatherAssembler):
     def batch(
         self, reader: RankReader, read: _native.RankRead, mine: Any, weights: NDArray[np.float64] | None, step: int
     ) -> tuple[Batch, Callable[[], None]]:
-        """See `BatchAssembler`."""
         its = read.draws()
         keys = self.keys_of(reader, mine, its)
         transfer, work = self.packed_transfer(mine)
@@ -151,12 +150,11 @@ class NcclAssembler(GatherAssembler):
         return batch, deliver
 
     def empty_batch(self, sampler: StoreSampler, plan: FetchPlan | None, step: int) -> tuple[Batch, Callable[[], None]]:
-        """See `BatchAssembler`. This rank still takes part in the all-to-all."""
+        """This rank still takes part in the all-to-all."""
         all_to_all, self._pending = self._pending, nothing
         return super().empty_batch(sampler, plan, step)[0], all_to_all
 
     def describe(self) -> list[dict[str, Any]]:
-        """See `BatchAssembler`."""
         return [{**each, "exchange": self._group.backend} for each in super().describe()]
 
 

@@ -11,7 +11,7 @@ from geartrain.replay.distributed.carrier import MAX_MESSAGES, CarrierError, Cau
 
 
 class GlooCarrier:
-    """See `geartrain.replay.distributed.carrier.Carrier`.
+    """Carrier of messages by Gloo.
 
     Args:
         store: of `torch.distributed`, unique for the group.
@@ -30,7 +30,6 @@ class GlooCarrier:
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=max(timeout_s, 1e-3)))
 
     def exchange(self, number: int, sends: Sequence[Message], receives: Sequence[Message], until_s: float) -> None:
-        """See `Carrier`."""
         import torch
 
         group = self._group
@@ -52,11 +51,10 @@ class GlooCarrier:
             raise CarrierError(peer, cause) from error
 
     def peers(self) -> dict[str, int]:
-        """See `Carrier`."""
         return {"gloo": self._size - 1}
 
     def close(self, reason: str = "") -> None:
-        """See `Carrier`. The reason stays untold."""
+        """The reason stays untold."""
         self._group = None
 
 

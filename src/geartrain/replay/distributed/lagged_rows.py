@@ -124,13 +124,12 @@ class LaggedRows(RankRows):
         self._newest: _Begun | None = None
 
     def restart(self) -> None:
-        """See `BatchBuilder`."""
         self._first, self._newest = True, None
 
     # --- a batch ----------------------------------------------------------------------------------------------------
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> _Begun:
-        """See `RowSource`. Reads the batch before it, where that was only begun."""
+        """Reads the batch before it, where that was only begun."""
         if not self._first:
             with self.together:
                 return self._begin(step, state, updates, admission)
@@ -153,7 +152,6 @@ class LaggedRows(RankRows):
         )
 
     def finish(self, started: _Begun) -> BuiltBatch:
-        """See `RowSource`."""
         if started.built is not None:
             return started.built
         with self.together:
@@ -262,18 +260,17 @@ class LaggedRows(RankRows):
     # --- priorities, state, leaving ---------------------------------------------------------------------------------
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
-        """See `BatchBuilder`."""
         with self.together:
             self._apply_all(step)
         super().settle(step, updates)
 
     def rewind(self) -> None:
-        """See `BatchBuilder`: with updates that are not applied yet."""
+        """With updates that are not applied yet."""
         self._later.all()
         super().rewind()
 
     def close(self) -> None:
-        """See `BatchBuilder`. What other ranks have yet to receive is sent before."""
+        """What other ranks have yet to receive is sent before."""
         try:
             self._rounds.flush()
         finally:

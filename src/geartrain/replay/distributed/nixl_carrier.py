@@ -37,7 +37,10 @@ WRITTEN = b"written"
 
 
 class NixlCarrier(TransportCarrier):
-    """See `geartrain.replay.distributed.carrier.Carrier`, and `TransportCarrier` for the arguments."""
+    """Carrier that has RDMA cards write large messages into the other host's memory.
+
+    Its arguments are those of `TransportCarrier`.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -45,7 +48,6 @@ class NixlCarrier(TransportCarrier):
         self._pool = RegisteredMemoryPool()
 
     def exchange(self, number: int, sends: Sequence[Message], receives: Sequence[Message], until_s: float) -> None:
-        """See `Carrier`."""
         outgoing, incoming = by_peer(sends), by_peer(receives)
         self.connect({*outgoing, *incoming} - self.connections.keys(), until_s)
         written, read = self._written(outgoing), self._written(incoming)
@@ -72,7 +74,7 @@ class NixlCarrier(TransportCarrier):
                     buffer.abandon()
 
     def peers(self) -> dict[str, int]:
-        """See `Carrier`: "nixl" counts those that large messages have been written to, or came from, so far."""
+        """ "nixl" counts those that large messages have been written to, or came from, so far."""
         found = super().peers()
         if self._links:
             found["tcp"] -= len(self._links)
@@ -80,7 +82,6 @@ class NixlCarrier(TransportCarrier):
         return {name: count for name, count in found.items() if count}
 
     def close(self, reason: str = "") -> None:
-        """See `Carrier`."""
         super().close(reason)
         for link in list(self._links.values()):
             link.close()

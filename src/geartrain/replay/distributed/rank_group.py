@@ -94,37 +94,32 @@ class SingleRank:
     sent_messages = 0
 
     def peers(self) -> dict[str, int]:
-        """See `RankGroup`."""
         return {}
 
     def shm_peers(self) -> set[int]:
-        """See `RankGroup`."""
         return set()
 
     def check_peers(self) -> None:
-        """See `RankGroup`."""
+        pass
 
     def all_gather(self, mine: Bytes) -> Bytes:
-        """See `RankGroup`."""
         copied: Bytes = mine[None].copy()
         return copied
 
     def all_gather_object(self, mine: Any) -> list[Any]:
-        """See `RankGroup`."""
         return [mine]
 
     def all_to_all(self, parts: Sequence[Bytes]) -> list[Bytes]:
-        """See `RankGroup`."""
         return list(parts)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """See `RankGroup`."""
+        pass
 
     def abort(self, reason: str) -> None:
-        """See `RankGroup`."""
+        pass
 
     def close(self) -> None:
-        """See `RankGroup`."""
+        pass
 
 
 __all__ = ["Bytes", "Message", "RankGroup", "SingleRank"]

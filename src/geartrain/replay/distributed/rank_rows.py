@@ -203,17 +203,15 @@ class RankRows:
 
     @property
     def callbacks(self) -> list[str]:
-        """See `RowSource`."""
         return self.reader.callbacks
 
     # --- a batch ------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """See `BatchBuilder`."""
         self.assembler.enter()
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> Any:
-        """See `RowSource`. This rank's part of the batch is finished when this returns.
+        """This rank's part of the batch is finished when this returns.
 
         Raises:
             EmptyStoreError, NotEnoughRowsError: on all ranks alike; the replay can go on.
@@ -345,18 +343,16 @@ class RankRows:
         traffic.exchange_s += ended_s - read.read_s
 
     def ready(self, started: Any) -> bool:
-        """See `BatchBuilder`."""
         return True
 
     def finish(self, started: Any) -> BuiltBatch:
-        """See `BatchBuilder`."""
         built: BuiltBatch = started
         return built
 
     # --- priorities, state, leaving -------------------------------------------------------------------------------
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
-        """See `BatchBuilder`. They go to the rows' shards with the next batch."""
+        """They go to the rows' shards with the next batch."""
         keys, priorities = update.keys, update.priorities
         check_priorities(priorities)
         if len(keys):
@@ -370,25 +366,23 @@ class RankRows:
             self.sampler.settle(step, updates, self.reader.exchange)
 
     def restart(self) -> None:
-        """See `BatchBuilder`. No updates wait here."""
+        """No updates wait here."""
 
     def rewind(self) -> None:
         """Forgets the redraws of later batches, before the state of an earlier one is loaded."""
         self.sampler.rewind()
 
     def stats(self, make_s: float) -> dict[str, Any]:
-        """See `RowSource`: this rank's `Traffic`, and the share of bytes read on its own host."""
+        """This rank's `Traffic`, and the share of bytes read on its own host."""
         traffic: dict[str, Any] = dataclasses.asdict(self.traffic)
         moved = traffic["local_bytes"] + traffic["received_bytes"]
         traffic["local_share"] = traffic["local_bytes"] / moved if moved else 1.0
         return traffic | {f"peers_by_{name}": count for name, count in self.group.peers().items()}
 
     def describe(self) -> list[dict[str, Any]]:
-        """See `BatchBuilder`."""
         return self.assembler.describe()
 
     def abort(self, reason: str) -> None:
-        """See `BatchBuilder`."""
         self.together.abort(reason)
 
     def close(self) -> None:

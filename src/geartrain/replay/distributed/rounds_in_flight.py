@@ -82,7 +82,6 @@ class TransportRounds:
         self._early: dict[int, _Early] = {}
 
     def post(self, parts: Mapping[int, Bytes]) -> int:
-        """See `Rounds`."""
         group, size = self._group, self._group.size
         group.check_usable()
         number = self._rounds.begin()
@@ -102,7 +101,6 @@ class TransportRounds:
         return number
 
     def collect(self, number: int, peers: Collection[int]) -> dict[int, Bytes]:
-        """See `Rounds`."""
         group, size = self._group, self._group.size
         group.check_usable()
         early = self._early.pop(number, None) or _Early()
@@ -116,7 +114,6 @@ class TransportRounds:
         return found
 
     def arrived(self, number: int, peers: Collection[int]) -> bool:
-        """See `Rounds`."""
         early, group = self._early.setdefault(number, _Early()), self._group
         for peer in sorted(set(peers) - early.parts.keys(), key=lambda peer: (group.rank - peer) % group.size):
             try:
@@ -130,7 +127,6 @@ class TransportRounds:
         return True
 
     def flush(self) -> None:
-        """See `Rounds`."""
         if not self._behind.flush(self._group.timeout_s):
             raise WaitTimeoutError(
                 f"the other ranks did not take this rank's messages within {self._group.timeout_s} s"
@@ -199,23 +195,21 @@ class LateRounds:
         self._number = 0
 
     def post(self, parts: Mapping[int, Bytes]) -> int:
-        """See `Rounds`."""
         self._number += 1
         self._posted[self._number] = parts
         return self._number
 
     def collect(self, number: int, peers: Collection[int]) -> dict[int, Bytes]:
-        """See `Rounds`."""
         parts, nothing = self._posted.pop(number), np.empty(0, np.uint8)
         received = self._group.all_to_all([parts.get(rank, nothing) for rank in range(self._group.size)])
         return {peer: received[peer] for peer in peers}
 
     def arrived(self, number: int, peers: Collection[int]) -> bool:
-        """See `Rounds`. What comes is not known before."""
+        """What comes is not known before."""
         return True
 
     def flush(self) -> None:
-        """See `Rounds`. Nothing is sent but when it is received."""
+        """Nothing is sent but when it is received."""
 
 
 __all__ = ["LateRounds", "Rounds", "TransportRounds", "rounds_of"]

@@ -143,18 +143,15 @@ class TorchRankGroup:
 
     @property
     def sent_bytes(self) -> int:
-        """See `RankGroup`."""
         rounds = self.native_rounds
         return self._sent_bytes + (0 if rounds is None else rounds.sent_bytes)
 
     @property
     def sent_messages(self) -> int:
-        """See `RankGroup`."""
         rounds = self.native_rounds
         return self._sent_messages + (0 if rounds is None else rounds.sent_messages)
 
     def all_gather(self, mine: Bytes) -> Bytes:
-        """See `RankGroup`."""
         if self.size > RADIX or self._transports is None:
             return all_gather_bruck(self, mine)
         parts = self.all_to_all([mine] * self.size)
@@ -167,11 +164,9 @@ class TorchRankGroup:
         return gathered
 
     def all_gather_object(self, mine: Any) -> list[Any]:
-        """See `RankGroup`."""
         return all_gather_object(self, mine)
 
     def all_to_all(self, parts: Sequence[Bytes]) -> list[Bytes]:
-        """See `RankGroup`."""
         self.check_usable()
         carrier = self._transports
         if carrier is None:
@@ -189,7 +184,6 @@ class TorchRankGroup:
             raise
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """See `RankGroup`."""
         self.check_usable()
         for messages in (sends, receives):
             if len(messages) > MAX_MESSAGES and max(Counter(peer for peer, _ in messages).values()) > MAX_MESSAGES:
@@ -231,28 +225,25 @@ class TorchRankGroup:
         self._lost(self._transports.error_of_round(error))
 
     def peers(self) -> dict[str, int]:
-        """See `RankGroup`."""
         return {} if self._carrier is None else self._carrier.peers()
 
     def shm_peers(self) -> set[int]:
-        """See `RankGroup`: of those that it is connected with by now."""
+        """Of those that it is connected with by now."""
         return set() if self._transports is None else self._transports.shm_peers()
 
     def check_peers(self) -> None:
-        """See `RankGroup`. Over Gloo no rank is known to be gone before a call fails."""
+        """Over Gloo no rank is known to be gone before a call fails."""
         self.check_usable()
         for peer in sorted(self._transports.lost_peers()) if self._transports is not None else ():
             self._lost(CarrierError(peer, Cause.lost))
 
     def abort(self, reason: str) -> None:
-        """See `RankGroup`."""
         if self._broken is None:
             self._broken = self._leave_note(f"rank {self._members[self.rank]} aborted: {reason}")
             self._leave(self._broken)
         self.close()
 
     def close(self) -> None:
-        """See `RankGroup`."""
         if self._broken is None:
             self._broken = "this rank has left the group"
         self._leave("")

@@ -53,7 +53,7 @@ MAGIC = b"GTRANKS1"
 
 
 class TransportCarrier:
-    """See `geartrain.replay.distributed.carrier.Carrier`. Made by `open_carrier` (carrier_addresses.py).
+    """Carrier of messages by shared memory and TCP. Made by `open_carrier` (carrier_addresses.py).
 
     Args:
         listener: of this rank.
@@ -92,13 +92,12 @@ class TransportCarrier:
         self.closed = False
 
     def exchange(self, number: int, sends: Sequence[Message], receives: Sequence[Message], until_s: float) -> None:
-        """See `Carrier`."""
         incoming = by_peer(receives)
         for peer, parts in self.transfer(number, by_peer(sends), incoming, until_s):
             self.put(peer, parts, incoming[peer])
 
     def all_to_all(self, number: int, parts: Sequence[Bytes], until_s: float) -> list[Bytes]:
-        """See `geartrain.replay.distributed.rank_group.RankGroup`; numbers are those of exchanges."""
+        """Numbers are those of exchanges."""
         if self.rounds.carries(max(part.size for part in parts)):
             try:
                 return self.rounds.all_to_all(number, parts, max(until_s - time.monotonic(), 0.001))
@@ -134,7 +133,6 @@ class TransportCarrier:
             sender.join()
 
     def peers(self) -> dict[str, int]:
-        """See `Carrier`."""
         found: dict[str, int] = {}
         for connection in list(self.connections.values()):
             found[connection.transport] = found.get(connection.transport, 0) + 1
@@ -151,7 +149,7 @@ class TransportCarrier:
             return {peer for peer, each in self.connections.items() if each.native.found_lost()}
 
     def close(self, reason: str = "") -> None:
-        """See `Carrier`. The reason is told to all that are connected: the store may go before they ask it."""
+        """The reason is told to all that are connected: the store may go before they ask it."""
         with self._lock:
             closed, self.closed = self.closed, True
             connections = list(self.connections.values())

@@ -62,15 +62,12 @@ class ThreadRankGroup:
         return made
 
     def all_gather(self, mine: Bytes) -> Bytes:
-        """See `RankGroup`."""
         return all_gather_bruck(self, mine)
 
     def all_gather_object(self, mine: Any) -> list[Any]:
-        """See `RankGroup`."""
         return all_gather_object(self, mine)
 
     def all_to_all(self, parts: Sequence[Bytes]) -> list[Bytes]:
-        """See `RankGroup`."""
         self._begin()
         for peer, part in enumerate(parts):
             if peer != self.rank:
@@ -81,7 +78,6 @@ class ThreadRankGroup:
         return [part if peer == self.rank else self._receive(peer, deadline_s) for peer, part in enumerate(parts)]
 
     def post(self, parts: Mapping[int, Bytes]) -> int:
-        """See `geartrain.replay.distributed.rounds_in_flight.Rounds`."""
         self._begin()
         for peer, part in parts.items():
             self._queue(self.rank, peer).put(part.copy())
@@ -90,19 +86,16 @@ class ThreadRankGroup:
         return self.exchanges
 
     def collect(self, number: int, peers: Collection[int]) -> dict[int, Bytes]:
-        """See `geartrain.replay.distributed.rounds_in_flight.Rounds`."""
         deadline_s = time.monotonic() + self._timeout_s
         return {peer: self._receive(peer, deadline_s) for peer in peers}
 
     def arrived(self, number: int, peers: Collection[int]) -> bool:
-        """See `geartrain.replay.distributed.rounds_in_flight.Rounds`."""
         return True
 
     def flush(self) -> None:
-        """See `geartrain.replay.distributed.rounds_in_flight.Rounds`."""
+        pass
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """See `RankGroup`."""
         self._begin()
         for peer, array in sends:
             if array.size:
@@ -120,25 +113,23 @@ class ThreadRankGroup:
             array[:] = got
 
     def peers(self) -> dict[str, int]:
-        """See `RankGroup`: all by queues of this process."""
+        """All by queues of this process."""
         return {"threads": self.size - 1}
 
     def shm_peers(self) -> set[int]:
-        """See `RankGroup`: all others, or none."""
+        """All others, or none."""
         return set(range(self.size)) - {self.rank} if self.one_host else set()
 
     def check_peers(self) -> None:
-        """See `RankGroup`."""
         if self._wire.broken is not None:
             raise PeerLostError(str(self._wire.broken))
 
     def abort(self, reason: str) -> None:
-        """See `RankGroup`."""
         if self._wire.broken is None:
             self._wire.broken = f"rank {self.rank} aborted: {reason}"
 
     def close(self) -> None:
-        """See `RankGroup`."""
+        pass
 
     def _begin(self) -> None:
         if self.exchanges == self.die_at:
