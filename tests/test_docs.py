@@ -264,6 +264,16 @@ SEARCHES = {
     "kill -9": "troubleshooting guarantees store",
     "uint8": "gpu store first-hour/gpu replay",
     "GPU": "gpu first-hour/gpu",
+    "autoreset": "store actors environments",
+    "importance sampling": "selection",
+    "TD error": "selection",
+    "sum tree": "selection",
+    "overlap": "replay",
+    "deterministic": "replay",
+    "learning starts": "replay",
+    "dict observation": "store actors",
+    "replay ratio": "store sizing",
+    "save replay buffer": "store checkpoints",
 }
 
 

@@ -1,7 +1,7 @@
-"""Threads and events of which a signal's handler may use the one that it finds in use by the thread it interrupts.
+"""Threads and events that a signal handler may use, even while the thread it interrupts is using the same one.
 
-Every thread that geartrain starts is a `DaemonThread`: where the system has no more threads, its start is an error of
-geartrain's, and whoever starts it leaves nothing behind that the thread was to end.
+Every thread that geartrain starts is a `DaemonThread`. If the system has no more threads, `start` raises an error of
+geartrain. The caller then cleans up what the thread would have ended.
 """
 
 from __future__ import annotations

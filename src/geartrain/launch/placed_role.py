@@ -6,8 +6,8 @@
     host 3   actor-2 actor-3   reducer-0
 
 A host without learners has no store of the job. Where actors or others run on one, or the job asks for it
-(`Job.serve_stores`), every learners' host gets a process more, which serves its store (store_role.py); it serves
-without the learners' interpreters, and whether they are being restarted or not.
+(`Job.serve_stores`), every host with learners gets one more process, which serves its store (store_role.py). This
+process needs no learner, and keeps serving while learners restart.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from geartrain.store.store import Store
 LOOK_EVERY_S = 0.01
 _ALONE = (
     "; no other process has it open, so nothing is waited for. Insert rows first; or start the writers within `with "
-    "store.expect_writers()`; or, where a thread of this process inserts, store.limiter.set(min_size_to_sample=...)"
+    "store.expect_writers()`; or, where a thread of this process inserts, store.limiter.set(min_size_to_sample=...). "
+    "A recorder's row counts once its episode ends or it is full; with recorder(publish_every=1), at each step"
 )
 
 

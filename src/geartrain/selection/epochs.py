@@ -1,8 +1,8 @@
 """Shuffled epochs: every row, or every step, once a pass, over one store or the shards of many ranks.
 
 The order is a keyed permutation of the places of rows (native/selection/epochs.h), which is computed and not stored: a
-pass over any number of rows is a few numbers of state. A place is looked at when it is reached, so a row that has gone
-by then is passed over; rows that came after the pass began are told by their sequence numbers, and are of the next one.
+pass over any number of rows is a few numbers of state. A place is looked at when it is reached, so a row that was
+evicted by then is skipped. A row that was inserted during the pass belongs to the next one; its sequence number tells.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ own code finds them, also from C++. They run send and receive, what is on a GPU,
 sums of sparse tensors. `ProcessGroup.counters` has the number of each.
 
 Gloo's group is made with this one, as `init_process_group("gloo")` does: a send needs two ranks only, and must not wait
-for the others. Connections of a Group are made by its first operation. Where reducers or unequal shares take part in
-all-reduces, all else has a Group of its own, of equal ranks. A group of one rank sends nothing.
+for the others. Connections of a Group are made by its first operation. If all-reduces use reducers or
+unequal shares, the other collectives use a second Group, in which all ranks are equal. A group of one rank sends
+nothing.
 """
 
 from __future__ import annotations

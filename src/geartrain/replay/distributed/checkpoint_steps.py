@@ -3,9 +3,10 @@
     DIRECTORY/step-00000042/shard-00000-of-00004/    a checkpoint of one store, incremental
     DIRECTORY/step-00000042/replay.json              the record: all shards and the replay's state; written last
 
-A step is complete on a disk once its record is there. Its shards are removed after it, and only when nobody reads
-them (checkpoint_directory.py): a load that has opened a shard gets all of it. The record is written under another name
-(replay.ID.json) where the step was complete before, and replaces the old one when it is complete everywhere.
+A step is complete on a disk once its record is there. To remove a step, the record is deleted first. Its shards follow
+once nobody reads them (checkpoint_directory.py), so a load that has opened a shard gets all of it. The record is
+written under another name (replay.ID.json) where the step was complete before, and replaces the old one when it is
+complete everywhere.
 """
 
 from __future__ import annotations
