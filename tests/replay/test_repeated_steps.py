@@ -12,9 +12,10 @@ from recorded_shards import alone, over_ranks, same
 from scipy import stats
 
 import geartrain as gt
-from geartrain.errors import FieldError, SchemaError
+from geartrain.errors import ArgumentError, FieldError, SchemaError
 from geartrain.selection import Epochs, Prioritized, Uniform
 from geartrain.store.recorder import REPEATS, recorded_fields
+from geartrain.tools.testing import SimulatedDevice
 
 FIELDS = {"obs": gt.Field((2,), "float32"), "reward": gt.Field((), "float32")}
 GAMMA = 0.5
@@ -163,6 +164,17 @@ def test_a_view_that_needs_more_overlap_is_refused_and_told_how_much():
                 pytest.raises(SchemaError, match=r"repeats 4 of its steps.*overlap=(5|6)"),
             ):
                 replay.sample()
+
+
+def test_a_device_leaves_windows_of_rows_that_repeat_steps_to_the_host():
+    """Its kernel places windows anywhere in a row."""
+    pytest.importorskip("triton")
+    options = {"device": gt.DeviceOptions(SimulatedDevice(kernels=True), path="gather", select="device")}
+    with make_store(9) as store:
+        with pytest.raises(ArgumentError, match="rows repeat steps"):
+            gt.Replay(store, Uniform(seed=1), 8, window=4, **options)
+        with gt.Replay(store, Uniform(seed=1), 8, **options) as replay:  # whole rows have no windows
+            assert replay.describe()[0]["select"] == "device"
 
 
 def test_a_recorder_with_an_overlap_needs_the_field_that_notes_it():

@@ -415,8 +415,6 @@ class StepRecorder:
 
         None: the store's `new_priority`.
 
-        None: the store's `new_priority`.
-
         Raises:
             ArgumentError: it is set to something else than a finite number >= 0.
         """
