@@ -13,6 +13,7 @@ from scipy import stats
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, FieldError, SchemaError
+from geartrain.integrations import export_store, import_dataset
 from geartrain.selection import Epochs, Prioritized, Uniform
 from geartrain.store.recorder import REPEATS, recorded_fields
 from geartrain.tools.testing import SimulatedDevice
@@ -221,6 +222,18 @@ def test_repeats_survive_a_checkpoint(tmp_path):
         expected = sorted(step for batch in one_pass(store, view=view) for step in steps_of(batch, 2))
         store.save(tmp_path / "saved")
     with gt.Store.load(tmp_path / "saved", None) as store:
+        assert expected == sorted(step for batch in one_pass(store, view=view) for step in steps_of(batch, 2))
+
+
+@pytest.mark.parametrize("share_rows", [False, True])
+def test_repeats_survive_an_export(tmp_path, share_rows):
+    """Of rows that hold several episodes each of these is a row of the data set."""
+    view = gt.Transitions(n_step=3, frame_stack=2, gamma=GAMMA)
+    with make_store(9, share_rows=share_rows) as store:
+        record(store, [20, 2, 2, 17, 3, 8, 5], overlap=4, share_rows=share_rows)
+        expected = sorted(step for batch in one_pass(store, view=view) for step in steps_of(batch, 2))
+        export_store(store, tmp_path / "rows", format="npy", progress=False)
+    with import_dataset(tmp_path / "rows", str(tmp_path / "store"), progress=False) as store:
         assert expected == sorted(step for batch in one_pass(store, view=view) for step in steps_of(batch, 2))
 
 
