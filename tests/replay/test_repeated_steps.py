@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
+import signal
 from collections import Counter
 from contextlib import ExitStack
 
@@ -10,11 +13,12 @@ import numpy as np
 import pytest
 from recorded_shards import alone, over_ranks, same
 from scipy import stats
+from segments import Segment
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, FieldError, SchemaError
 from geartrain.integrations import export_store, import_dataset
-from geartrain.selection import Epochs, Prioritized, Uniform
+from geartrain.selection import Epochs, Lifo, Prioritized, TopK, Uniform
 from geartrain.store.recorder import REPEATS, recorded_fields
 from geartrain.tools.testing import SimulatedDevice
 
@@ -165,6 +169,63 @@ def test_a_view_that_needs_more_overlap_is_refused_and_told_how_much():
                 pytest.raises(SchemaError, match=r"repeats 4 of its steps.*overlap=(5|6)"),
             ):
                 replay.sample()
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [Lifo(), TopK(), Uniform(seed=1, replacement=False), Epochs(seed=1)],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_row_of_repeated_steps_alone_is_drawn_where_rows_are(selection):
+    """Its episode was cut when it had filled the row before."""
+    with make_store(9) as store, store.recorder(1, autoreset="disabled", overlap=3) as recorder:
+        recorder.reset(np.zeros((1, 2)))
+        for t in range(8):
+            recorder.step(np.full((1, 2), t + 1), reward=[0.0], terminated=[False], truncated=[False])
+        recorder.cut()
+        assert store.status()["length"].tolist() == [9, 4]
+        with gt.Replay(store, selection, 2, view=gt.Transitions(), output="numpy") as replay:
+            assert sorted(replay.sample().keys.row.tolist()) == [0, 1]
+            assert replay.stats()["redrawn"] == 0
+
+
+def test_an_episode_that_is_reset_when_it_fills_its_row_does_not_go_on():
+    with make_store(5) as store, store.recorder(1, autoreset="disabled") as recorder:
+        for number in range(3):
+            recorder.reset(np.array([[number, 0]]))
+            for t in range(4):
+                recorder.step(np.array([[number, t + 1]]), reward=[0.0], terminated=[False], truncated=[False])
+        recorder.cut()
+        view = gt.Transitions(frame_stack=2)
+        found = Counter(step for batch in one_pass(store, view=view) for step in steps_of(batch, 2))
+        assert found == {(number, t): 1 for number in range(3) for t in range(4)}
+
+
+@pytest.mark.parametrize("within_the_lock", [False, True])
+def test_a_row_whose_writer_was_killed_when_it_had_noted_that_it_goes_on_does_not(store_name, within_the_lock):
+    name = store_name()
+    with gt.Store.create(name, recorded_fields(FIELDS, overlap=True), max_length=9, capacity=10) as store:
+        child = os.fork()
+        if child == 0:
+            with gt.Store.open(name) as mine:
+                recorder = mine.recorder(1, autoreset="disabled", overlap=4, publish_every=1)
+                recorder.reset(np.zeros((1, 2)))
+                for t in range(7):
+                    recorder.step(np.full((1, 2), t + 1), reward=[0.0], terminated=[False], truncated=[False])
+                repeats = mine.column(REPEATS)
+                at = repeats.ctypes.data + int(mine.keys().row[0]) * repeats.strides[0]
+                segment = Segment(mine)  # its mapping has to be there when the kernel looks at the lock
+                if within_the_lock:
+                    segment.lock()
+                ctypes.c_int32.from_address(at + 4).value = 4
+                ctypes.c_int32.from_address(at + 8).value = 2
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        row = store.keys().row  # where it died in the lock, this repairs what it left
+        store.reap()
+        assert store.column(REPEATS)[row].tolist() == [[0, 0, 0]]
+        view = gt.Transitions(n_step=3, frame_stack=2)
+        assert sum(len(batch) for batch in one_pass(store, view=view)) == 6
 
 
 def test_a_device_leaves_windows_of_rows_that_repeat_steps_to_the_host():
