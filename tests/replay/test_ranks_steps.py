@@ -453,20 +453,22 @@ def test_native_calls_with_arrays_that_do_not_fit_are_refused() -> None:
     with episodes.stores(1) as (rows,), episodes.stores(1, priority_per="step") as (steps,):
         of_rows, of_steps = _native.Candidates(rows.native), _native.Candidates(steps.native)
         refused: list[Any] = [
-            lambda: bare.draw_steps(True, 0, 0, 0, one, 0, None, (0, 1, 0, 1)),
+            lambda: bare.draw_steps(True, 0, 0, 0, one, 0, None, (0, 1, 0, 1, 0, 0, 0)),
             lambda: bare.find_drawn(True, 0, 0, 0, one, target, (0, 0, 3), None),
             lambda: of_steps.find_drawn(True, 0, 0, 0, one, target[:0], None, None),
-            lambda: of_steps.draw_steps(True, 0, 0, 0, one, 0, None, (0, 1, 0, 0)),
-            lambda: of_steps.draw_steps(True, 0, 0, 0, one + 5, 5, None, (0, 1, 0, 1)),
-            lambda: _native.AllowedSteps(of_rows, None, (0, 1, 0, 1)),
-            lambda: _native.AllowedSteps(bare, None, (0, 1, 0, 1)),
+            lambda: of_steps.draw_steps(True, 0, 0, 0, one, 0, None, (0, 1, 0, 0, 0, 0, 0)),
+            lambda: of_steps.draw_steps(True, 0, 0, 0, one + 5, 5, None, (0, 1, 0, 1, 0, 0, 0)),
+            lambda: _native.AllowedSteps(of_rows, None, (0, 1, 0, 1, 0, 0, 0)),
+            lambda: _native.AllowedSteps(bare, None, (0, 1, 0, 1, 0, 0, 0)),
         ]
         for call in refused:
             with pytest.raises(SchemaError):
                 call()
-        found = of_steps.find_drawn(True, 0, 0, 70, one, target + np.uint64(2**63), None, (0, 2**32 - 1, 2**32 - 1, 1))
+        found = of_steps.find_drawn(
+            True, 0, 0, 70, one, target + np.uint64(2**63), None, (0, 2**32 - 1, 2**32 - 1, 1, 0, 0, 0)
+        )
         assert found[0].tolist() == [2**32 - 1]  # beyond the total, and of no step that counts
-        allowed = _native.AllowedSteps(of_steps, None, (0, 1, 0, 1))
+        allowed = _native.AllowedSteps(of_steps, None, (0, 1, 0, 1, 0, 0, 0))
         assert allowed.find(target + np.uint64(2**63))[0].tolist() == [2**32 - 1]
         steps.close()
         with pytest.raises(StoreClosedError):
