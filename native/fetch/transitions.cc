@@ -126,13 +126,10 @@ class TransitionGather {
     if (!request_.steps.empty()) {
       out.step = request_.steps[i];
     } else if (from_.repeats) {
-      const StepRange mine = from_.drawn_steps(out.row, view_.needs());
-      const uint32_t until = std::min(mine.until, steps);
-      if (mine.first >= until) {
-        refused_.fetch_add(1, std::memory_order_relaxed);
-        return;
-      }
-      out.step = mine.first + static_cast<uint32_t>(below(bits, until - mine.first));
+      StepRange mine = from_.drawn_steps(out.row, view_.needs());
+      mine.until = std::min(mine.until, steps);
+      if (mine.size() == 0) mine = {0, steps};  // else a row that is chosen in an order would be refused for ever
+      out.step = mine.first + static_cast<uint32_t>(below(bits, mine.size()));
     } else {
       out.step = static_cast<uint32_t>(below(bits, steps));
     }

@@ -75,6 +75,7 @@ void Store::reclaim(uint32_t slot) {
     if (held == header().capacity || status()[row].owner != slot) fail_damaged("a client is said to hold row", row);
     if (status()[row].state == RowState::open) {
       count_episodes(row);
+      end_repeats(row);
       seal_locked(row, now_ns);
       continue;
     }
@@ -182,7 +183,10 @@ void Store::rebuild_locked(Steps steps) {
         set_next_sequence(std::max(next_sequence(), s.sequence + 1));
         ++open_rows;
       } else {
-        if (s.state == RowState::open) count_episodes(row);
+        if (s.state == RowState::open) {
+          count_episodes(row);
+          end_repeats(row);
+        }
         s.state = RowState::committed;
         committed.emplace_back(s.sequence, row);
       }

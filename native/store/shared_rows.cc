@@ -81,4 +81,11 @@ void Store::count_episodes(uint32_t row) {
   set_episodes(row, episode_marks().episodes(row, status()[row].length.load(kRelaxed)));
 }
 
+void Store::end_repeats(uint32_t row) {
+  if (repeats_field_ < 0) return;
+  auto* const numbers = reinterpret_cast<int32_t*>(block(static_cast<uint32_t>(repeats_field_), row));
+  std::atomic_ref<int32_t>(numbers[1]).store(0, kRelaxed);
+  std::atomic_ref<int32_t>(numbers[2]).fetch_and(~RowRepeats::kGoesOnThere, kRelaxed);
+}
+
 }  // namespace geartrain

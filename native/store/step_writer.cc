@@ -218,6 +218,8 @@ void StepWriter::begin_episode(uint32_t environment, std::span<const StepColumn>
   } else if (mine.between) {
     mine.between = false;
     ++mine.episodes;
+  } else if (mine.steps == 0) {
+    set_repeated(mine.row, 0, false);  // the episode that filled the row before does not go on here after all
   }
   for (const StepColumn& column : observations) write(column, environment, mine.row, mine.steps);
   reset_next_[environment] = 0;

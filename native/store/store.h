@@ -487,6 +487,7 @@ class Store final : public OpenStore {
   void find_repeats_field();
   void set_episodes(uint32_t row, uint32_t episodes);
   void count_episodes(uint32_t row);  // a row whose writer is gone, by its marks; nothing where a row is one episode
+  void end_repeats(uint32_t row);     // likewise: no row comes after it
   void check_the_cap(size_t rows) const;
   void apply_now(const RowChanges& changes);
   void take_back(const RowChanges& changes, std::span<const uint32_t> sealed);

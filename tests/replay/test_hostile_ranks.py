@@ -12,7 +12,7 @@ from deadlines import patience
 
 import geartrain as gt
 import geartrain._native as _native
-from geartrain.errors import SchemaError
+from geartrain.errors import SchemaError, StoreClosedError
 from geartrain.replay.distributed.assignment import Assigner, Replica
 from geartrain.replay.distributed.messages import ROW_HEADER
 
@@ -187,22 +187,29 @@ def test_an_exchange_is_one_call_at_a_time(stores: Callable[..., gt.Store]) -> N
     assert steps.agree(exchange, 0, one_update(), [], change, None).changed
 
 
-class Copied:
-    """A transfer of N rows; its end waits for another thread to close the store."""
+class Launched:
+    """Copies of N rows that were launched; the end of this waits for another thread to close the store."""
 
     def __init__(self, close: threading.Thread) -> None:
         self.close = close
 
-    def launch(self, *_: Any) -> None:
-        """Nothing is under way."""
-
-    def resolve(self, _: None) -> Any:
-        n = np.zeros(N, np.int32)
-        return n.astype(np.uint8), n, n, n, n.astype(np.int64)
-
     def __del__(self) -> None:
         self.close.start()
         self.close.join(patience(5))
+
+
+class Copies:
+    """A transfer that copies N rows, which are whole; see native/python/python_copier.h."""
+
+    def __init__(self, close: threading.Thread) -> None:
+        self.close = close
+
+    def launch(self, *rows: Any) -> Launched:
+        return Launched(self.close)
+
+    def resolve(self, launched: Launched) -> Any:
+        n = np.zeros(N, np.int32)
+        return n.astype(np.uint8), n, n, n, n.astype(np.int64)
 
 
 def test_a_store_may_be_closed_at_the_end_of_what_copies_rows(stores: Callable[..., gt.Store]) -> None:
@@ -217,5 +224,7 @@ def test_a_store_may_be_closed_at_the_end_of_what_copies_rows(stores: Callable[.
     shard = (store.native, 0, [0], False, 0, 1, [0])
     made = _native.RankReader(0, [(0, 0, [0])], [PLAN], [shard], assigner.native, 0, True, 1, False, None, None, 0)
     headers = np.zeros(N * ROW_HEADER.itemsize, np.uint8)
-    assert made.read_drawn((0, [], headers, Copied(thread)), [], True, [drawn(N)], 0, None, None, None).failed is None
+    own = (0, [], headers, Copies(thread))
+    with pytest.raises(StoreClosedError):  # and no wait of the two threads for each other
+        made.read_drawn(own, [], True, [drawn(N)], 0, None, None, None)
     assert closed.is_set()

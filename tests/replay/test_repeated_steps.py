@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
+import signal
 from collections import Counter
 from contextlib import ExitStack
 
@@ -10,11 +13,14 @@ import numpy as np
 import pytest
 from recorded_shards import alone, over_ranks, same
 from scipy import stats
+from segments import Segment
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, FieldError, SchemaError
-from geartrain.selection import Epochs, Prioritized, Uniform
+from geartrain.integrations import export_store, import_dataset
+from geartrain.selection import Epochs, Lifo, Prioritized, TopK, Uniform
 from geartrain.store.recorder import REPEATS, recorded_fields
+from geartrain.tools.testing import SimulatedDevice
 
 FIELDS = {"obs": gt.Field((2,), "float32"), "reward": gt.Field((), "float32")}
 GAMMA = 0.5
@@ -184,6 +190,74 @@ def test_copies_that_are_not_drawn_have_no_priority(n_step, publish_every):
             gt.Replay(store, Prioritized(seed=0), 8, view=other)
 
 
+@pytest.mark.parametrize(
+    "selection",
+    [Lifo(), TopK(), Uniform(seed=1, replacement=False), Epochs(seed=1)],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_row_of_repeated_steps_alone_is_drawn_where_rows_are(selection):
+    """Its episode was cut when it had filled the row before."""
+    with make_store(9) as store, store.recorder(1, autoreset="disabled", overlap=3) as recorder:
+        recorder.reset(np.zeros((1, 2)))
+        for t in range(8):
+            recorder.step(np.full((1, 2), t + 1), reward=[0.0], terminated=[False], truncated=[False])
+        recorder.cut()
+        assert store.status()["length"].tolist() == [9, 4]
+        with gt.Replay(store, selection, 2, view=gt.Transitions(), output="numpy") as replay:
+            assert sorted(replay.sample().keys.row.tolist()) == [0, 1]
+            assert replay.stats()["redrawn"] == 0
+
+
+def test_an_episode_that_is_reset_when_it_fills_its_row_does_not_go_on():
+    with make_store(5) as store, store.recorder(1, autoreset="disabled") as recorder:
+        for number in range(3):
+            recorder.reset(np.array([[number, 0]]))
+            for t in range(4):
+                recorder.step(np.array([[number, t + 1]]), reward=[0.0], terminated=[False], truncated=[False])
+        recorder.cut()
+        view = gt.Transitions(frame_stack=2)
+        found = Counter(step for batch in one_pass(store, view=view) for step in steps_of(batch, 2))
+        assert found == {(number, t): 1 for number in range(3) for t in range(4)}
+
+
+@pytest.mark.parametrize("within_the_lock", [False, True])
+def test_a_row_whose_writer_was_killed_when_it_had_noted_that_it_goes_on_does_not(store_name, within_the_lock):
+    name = store_name()
+    with gt.Store.create(name, recorded_fields(FIELDS, overlap=True), max_length=9, capacity=10) as store:
+        child = os.fork()
+        if child == 0:
+            with gt.Store.open(name) as mine:
+                recorder = mine.recorder(1, autoreset="disabled", overlap=4, publish_every=1)
+                recorder.reset(np.zeros((1, 2)))
+                for t in range(7):
+                    recorder.step(np.full((1, 2), t + 1), reward=[0.0], terminated=[False], truncated=[False])
+                repeats = mine.column(REPEATS)
+                at = repeats.ctypes.data + int(mine.keys().row[0]) * repeats.strides[0]
+                segment = Segment(mine)  # its mapping has to be there when the kernel looks at the lock
+                if within_the_lock:
+                    segment.lock()
+                ctypes.c_int32.from_address(at + 4).value = 4
+                ctypes.c_int32.from_address(at + 8).value = 2
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        row = store.keys().row  # where it died in the lock, this repairs what it left
+        store.reap()
+        assert store.column(REPEATS)[row].tolist() == [[0, 0, 0]]
+        view = gt.Transitions(n_step=3, frame_stack=2)
+        assert sum(len(batch) for batch in one_pass(store, view=view)) == 6
+
+
+def test_a_device_leaves_windows_of_rows_that_repeat_steps_to_the_host():
+    """Its kernel places windows anywhere in a row."""
+    pytest.importorskip("triton")
+    options = {"device": gt.DeviceOptions(SimulatedDevice(kernels=True), path="gather", select="device")}
+    with make_store(9) as store:
+        with pytest.raises(ArgumentError, match="rows repeat steps"):
+            gt.Replay(store, Uniform(seed=1), 8, window=4, **options)
+        with gt.Replay(store, Uniform(seed=1), 8, **options) as replay:  # whole rows have no windows
+            assert replay.describe()[0]["select"] == "device"
+
+
 def test_a_recorder_with_an_overlap_needs_the_field_that_notes_it():
     with (
         gt.Store.create(recorded_fields(FIELDS), max_length=9, capacity=4) as store,
@@ -228,6 +302,18 @@ def test_repeats_survive_a_checkpoint(tmp_path):
         expected = sorted(step for batch in one_pass(store, view=view) for step in steps_of(batch, 2))
         store.save(tmp_path / "saved")
     with gt.Store.load(tmp_path / "saved", None) as store:
+        assert expected == sorted(step for batch in one_pass(store, view=view) for step in steps_of(batch, 2))
+
+
+@pytest.mark.parametrize("share_rows", [False, True])
+def test_repeats_survive_an_export(tmp_path, share_rows):
+    """Of rows that hold several episodes each of these is a row of the data set."""
+    view = gt.Transitions(n_step=3, frame_stack=2, gamma=GAMMA)
+    with make_store(9, share_rows=share_rows) as store:
+        record(store, [20, 2, 2, 17, 3, 8, 5], overlap=4, share_rows=share_rows)
+        expected = sorted(step for batch in one_pass(store, view=view) for step in steps_of(batch, 2))
+        export_store(store, tmp_path / "rows", format="npy", progress=False)
+    with import_dataset(tmp_path / "rows", str(tmp_path / "store"), progress=False) as store:
         assert expected == sorted(step for batch in one_pass(store, view=view) for step in steps_of(batch, 2))
 
 

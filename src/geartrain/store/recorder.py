@@ -72,11 +72,12 @@ EPISODES = "geartrain.episodes"
 _EPISODES = Field((), "int32", per_row=True)
 
 #: How many of a row's first steps repeat the row before, how many of its last ones the next row repeats, and the sum of
-#: GOES_ON_HERE, if its first episode began in the row before, and 2, if its last one goes on in the next. Where a store
-#: has it, rows may repeat steps. With ".n" behind it for step priorities of n-step sums. native/selection/row_repeats.h
+#: GOES_ON_HERE, if its first episode began in the row before, and GOES_ON_THERE, if its last one goes on in the next.
+#: Where a store has it, rows may repeat steps. With ".n" behind it for step priorities of n-step sums.
+#: native/selection/row_repeats.h
 REPEATS = "geartrain.repeats"
 _REPEATS = Field((3,), "int32", per_row=True)
-GOES_ON_HERE = 1
+GOES_ON_HERE, GOES_ON_THERE = 1, 2
 
 # native/store/step_writer.h, FieldRole
 _ROLES = {"terminated": 2, "truncated": 3, "last": 4, "step_version": 5, "episode_return": 6}
@@ -433,8 +434,6 @@ class StepRecorder:
 
         None: the store's `new_priority`.
 
-        None: the store's `new_priority`.
-
         Raises:
             ArgumentError: it is set to something else than a finite number >= 0.
         """
@@ -602,6 +601,7 @@ __all__ = [
     "AUTORESETS",
     "EPISODES",
     "GOES_ON_HERE",
+    "GOES_ON_THERE",
     "OBSERVATIONS",
     "OPTIONAL_FIELDS",
     "REPEATS",

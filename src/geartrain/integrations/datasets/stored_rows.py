@@ -21,7 +21,7 @@ from geartrain.integrations.datasets.episode import Array
 from geartrain.replay.fetch import fetch
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.handle import OPEN
-from geartrain.store.recorder import EPISODES, shares_rows
+from geartrain.store.recorder import EPISODES, GOES_ON_HERE, GOES_ON_THERE, REPEATS, shares_rows
 from geartrain.store.store import Store
 
 #: Bytes of all fields in one group of rows, unless one row is larger.
@@ -179,7 +179,7 @@ class StoredRows:
             group = RowGroup(first, lengths.astype(np.int64), values)
             if self.split:
                 once = {name for name, stored in chosen.items() if self.fields[stored].per_row} | METADATA.keys()
-                group = _split(group, found["last"], once)
+                group = _split(group, found["last"], once, {name for name in once if chosen.get(name, "").startswith(REPEATS)})
             yield group
             first += len(group.lengths)
 
@@ -226,8 +226,16 @@ class StoredRows:
         self.close()
 
 
-def _split(group: RowGroup, marks: Array, once: Set[str]) -> RowGroup:
-    """The episodes of some rows, which marked steps end and a row's last one; `once` are fields without time."""
+def _split(group: RowGroup, marks: Array, once: Set[str], repeats: Set[str]) -> RowGroup:
+    """The episodes of some rows, which marked steps end and a row's last one.
+
+    Args:
+        group: the rows.
+        marks: (n, max_length), True where an episode ends.
+        once: fields without time.
+        repeats: those of them that are `REPEATS`: the first episode of a row alone may repeat steps of the row before,
+            and the last one alone may go on in the next.
+    """
     ends = np.not_equal(marks, 0) & (np.arange(marks.shape[1]) < group.lengths[:, None])
     rows = np.flatnonzero(group.lengths)
     ends[rows, group.lengths[rows] - 1] = True
@@ -235,6 +243,10 @@ def _split(group: RowGroup, marks: Array, once: Set[str]) -> RowGroup:
     begins = np.append(True, row[1:] != row[:-1])[: len(row)]
     first = np.where(begins, 0, np.append(0, last[:-1] + 1)[: len(row)])
     values = {name: array[row] if name in once else array for name, array in group.values.items()}
+    for name in repeats:
+        ends_row = np.append(begins[1:], True)[: len(row)]
+        values[name][~begins, 0] = values[name][~ends_row, 1] = 0
+        values[name][:, 2] &= np.where(begins, GOES_ON_HERE, 0) | np.where(ends_row, GOES_ON_THERE, 0)
     return RowGroup(group.first, last + 1 - first, values, (row, first, group.lengths))
 
 

@@ -9,6 +9,7 @@ from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.device.priority_mirror import DevicePriorities, why_not
 from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.sampler import StoreSampler
+from geartrain.store.recorder import repeats_field
 
 # Why rows are not drawn on the device, by the path of batches.
 _WHY_HOST = {"staged": "batches are staged", "copy": "copies of rows are given to the device by the host"}
@@ -63,6 +64,9 @@ def _why_host(sampler: StoreSampler, target: DeviceTarget | None, over_ranks: bo
     reason = why_not(sampler.strategy) or _WHY_HOST.get(path)
     reason = reason or (None if not sampler.limited else "samples are limited, and counted on the host")
     reason = reason or (None if not sampler.plan.per_step else "keys name steps, which are placed on the host")
+    placed_here = sampler.plan.windows is not None and not over_ranks  # with the draw; ranks do so on the host
+    if reason is None and placed_here and repeats_field(sampler.plan.store.fields) is not None:
+        return "rows repeat steps, and windows that two rows have are told apart on the host"
     if over_ranks and reason is None:
         if not sampler.traits.independent or hasattr(sampler.strategy, "select_shards"):
             return "over several ranks its draws depend on each other, and are made on the host"
