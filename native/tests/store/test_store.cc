@@ -6,6 +6,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cmath>
 #include <random>
 #include <thread>
 
@@ -233,6 +235,93 @@ TEST(updates_that_race_with_evictions_leave_the_sums_exact) {
     for (auto& updater : updaters) updater.join();
     CHECK_EQ(unsound, uint64_t{0});
     check_sound(*store);
+  }
+}
+
+// With max_priority a store's rows and steps never have more than it says, whoever updates meanwhile.
+TEST(the_largest_priority_is_that_of_all_threads_updates) {
+  for (const bool per_step : {false, true}) {
+    constexpr uint32_t kRows = 8, kSteps = 4;
+    StoreOptions options = store_options(2 * kRows);
+    options.max_priority = true;
+    options.step_priorities = per_step;
+    auto store = Store::create(testing::unique_name(), {{"x", 8, 8, true, {kSteps}}}, options);
+    std::vector<uint32_t> rows(kRows), generations(kRows), steps(kRows);
+    for (uint32_t i = 0; i < kRows; ++i) steps[i] = i % kSteps;
+    store->allocate(rows);
+    store->commit(rows, {}, generations);
+    const auto insert = [&] {  // these rows are evicted by others of the kind
+      uint32_t row = 0, generation = 0;
+      store->allocate({&row, 1});
+      store->commit({&row, 1}, {}, {&generation, 1});
+      const uint32_t found = priority_of(per_step ? store->step_tree().leaves()[uint64_t{row} * kSteps].load()
+                                                  : store->words()[row].load());
+      store->remove({&row, 1}, {&generation, 1});
+      return found;
+    };
+    const auto update = [&](std::mt19937& random) {
+      std::vector<double> priorities(kRows);
+      for (double& priority : priorities) priority = 1e-3 * (1 + random() % 1000);
+      if (per_step) {
+        CHECK_EQ(store->update_step_priorities(rows, generations, steps, priorities), uint64_t{0});
+      } else {
+        CHECK_EQ(store->update_priorities(rows, generations, priorities), uint64_t{0});
+      }
+      return *std::ranges::max_element(priorities);
+    };
+    constexpr int kRounds = kThreadSanitizer || kAddressSanitizer ? 300 : 2000;
+    double most[2] = {0, 0};
+    std::vector<std::thread> threads;
+    for (uint32_t t = 0; t < 2; ++t) {
+      threads.emplace_back([&, t] {
+        std::mt19937 random(t);
+        for (int i = 0; i < kRounds; ++i) most[t] = std::max(most[t], update(random));
+      });
+    }
+    uint32_t before = 0;
+    for (int i = 0; i < kRounds; ++i) {
+      const bool known = store->max_priority() != 0;  // before an update rows get 1
+      const uint32_t found = insert();
+      if (known) CHECK(found >= before);
+      if (known) before = found;
+    }
+    for (auto& thread : threads) thread.join();
+    const double largest = std::max(most[0], most[1]);
+    CHECK_EQ(store->max_priority(), static_cast<uint32_t>(std::lround(largest * (1 << 16))));
+    CHECK_EQ(insert(), store->max_priority());
+    check_sound(*store);
+
+    threads.clear();
+    std::atomic<bool> stop{false};
+    for (uint32_t t = 0; t < 3; ++t) {
+      threads.emplace_back([&, t] {
+        std::mt19937 random(t);
+        while (!stop) {
+          if (t < 2) {
+            update(random);
+          } else if (random() % 2 == 0) {
+            store->reset_max_priority();
+          } else {
+            store->raise_priorities(random() % 2 == 0 ? 0.5 : 2);
+          }
+        }
+      });
+    }
+    for (int i = 0; i < kRounds / 10; ++i) {
+      insert();
+      check_sound(*store);
+    }
+    stop = true;
+    for (auto& thread : threads) thread.join();
+    store->reset_max_priority();
+    uint32_t left = 0;
+    for (uint32_t i = 0; i < kRows * (per_step ? kSteps : 1); ++i) {
+      const uint64_t word = per_step
+                                ? store->step_tree().leaves()[uint64_t{rows[i / kSteps]} * kSteps + i % kSteps].load()
+                                : store->words()[rows[i]].load();
+      left = std::max(left, priority_of(word));
+    }
+    CHECK_EQ(store->max_priority(), left);
   }
 }
 
