@@ -244,9 +244,13 @@ def test_heads_get_inputs_tails_targets_and_the_middle_nothing(
         assert same([join(replicas)], [expected[step]])
 
 
-def test_a_mixture_over_ranks_makes_the_batches_of_one_process(sharded_stores: Callable[..., list[gt.Store]]) -> None:
+@pytest.mark.parametrize("replacement", [True, False])  # drawn by totals, or by what ranks tell each other
+def test_a_mixture_over_ranks_makes_the_batches_of_one_process(
+    sharded_stores: Callable[..., list[gt.Store]], replacement: bool
+) -> None:
     def selection() -> Mixture:
-        return Mixture([0.7, 0.3], [Uniform(seed=1), Prioritized(seed=2, beta=0.5)], seed=3)
+        uniform = Uniform(seed=1, replacement=replacement)
+        return Mixture([0.7, 0.3], [uniform, Prioritized(seed=2, beta=0.5)], seed=3)
 
     def pairs(shards: int) -> list[list[gt.Store]]:
         return [list(pair) for pair in zip(sharded_stores(shards), sharded_stores(shards), strict=True)]

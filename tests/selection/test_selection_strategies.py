@@ -207,7 +207,7 @@ def test_prioritized_groups_come_in_proportion_to_the_sum_of_their_rows() -> Non
 
 
 def test_groups_refuse_what_makes_no_groups(store: gt.Store) -> None:
-    with pytest.raises(ArgumentError, match="not a multiple of groups of 4"):
+    with pytest.raises(ArgumentError, match="batch of 10 rows is not a multiple of groups of 4"):
         GroupSampling("prompt", 4).select(candidates_of(store), 10, 0)
     with pytest.raises(ArgumentError, match="one whole number a row"):
         GroupSampling("x", 4).select(candidates_of(store), 8, 0)

@@ -7,7 +7,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <optional>
 #include <random>
+#include <string>
 #include <thread>
 
 #include "base/clock.h"
@@ -293,6 +295,115 @@ TEST(environments_whose_newest_step_has_other_values_are_told) {
     CHECK(differing == first);
     writer.abandon();
   }
+}
+
+// Values of `n` environments for a store of which two fields tell about rows, and no step is looked at.
+struct Shares {
+  Shares(uint32_t n, const StepWriterOptions& some, bool share_rows = false) : n(n) {
+    std::vector<FieldSpec> fields = step_fields();
+    fields.push_back({"geartrain.repeats", kInt32, 4, false, {3}});
+    fields.push_back({"geartrain.episodes", kInt32, 4, false, {}});
+    store = Store::create(testing::unique_name(), fields, store_options(16));
+    StepWriterOptions options = some;
+    options.share_rows = share_rows;
+    options.roles.push_back(FieldRole::repeats);
+    options.roles.push_back(FieldRole::episodes);
+    writer.emplace(*store, options);
+    begin();
+  }
+
+  void begin() { writer->begin(observations, {}, 0, true, &completed); }
+  void step(bool ends = false, std::span<const uint8_t> mask = {}) {
+    const std::vector<uint8_t> terminated(n, ends), truncated(n, 0);
+    writer->step({.values = actions,
+                  .observations = observations,
+                  .terminated = terminated,
+                  .truncated = truncated,
+                  .mask = mask},
+                 true, &completed);
+  }
+  void steps(uint32_t count) {
+    for (uint32_t i = 0; i < count; ++i) step();
+  }
+  void end() {
+    step(true);
+    begin();
+  }
+  std::string notes(uint32_t row) const {
+    const SharedSteps found = store->row_repeats().of(row);
+    return std::to_string(found.first) + (found.goes_on_here ? "<" : "") + " " + std::to_string(found.last) +
+           (found.goes_on_there ? ">" : "");
+  }
+  // Of the rows that are complete, in their order.
+  std::vector<std::string> notes() const {
+    std::vector<std::string> found;
+    for (const uint32_t row : completed.rows) found.push_back(notes(row));
+    return found;
+  }
+
+  const uint32_t n;
+  const std::vector<int64_t> values = std::vector<int64_t>(2 * n);
+  const std::vector<StepColumn> observations{{kObs, reinterpret_cast<const std::byte*>(values.data()), 16}};
+  const std::vector<StepColumn> actions{{kAction, reinterpret_cast<const std::byte*>(values.data()), 16}};
+  std::unique_ptr<Store> store;
+  std::optional<StepWriter> writer;
+  CompletedRows completed;
+};
+
+// A row: its first so many steps repeat ("<": its episode began before it), so many of its last ones are repeated (">":
+// its episode goes on).
+using Notes = std::vector<std::string>;
+
+TEST(rows_note_how_many_steps_they_share_with_their_neighbours) {
+  for (const uint32_t publish_every : {0u, 2u}) {
+    Shares two(1, writer_options(1, Autoreset::disabled, publish_every, 2));
+    two.steps(19);  // rows of seven actions: 0 to 6, 5 to 11, 10 to 16, 15 to the end
+    two.end();
+    two.steps(3);
+    two.end();  // fits a row
+    two.steps(8);
+    two.writer->cut({}, true, &two.completed);
+    two.begin();
+    two.steps(6);
+    two.end();  // its last action fills the row
+    CHECK(two.notes() == (Notes{"0 2>", "2< 2>", "2< 2>", "2< 0", "0 0", "0 2>", "2< 0", "0 0"}));
+
+    Shares none(1, writer_options(1, Autoreset::disabled, publish_every, 0));
+    none.steps(9);
+    none.end();
+    CHECK(none.notes() == (Notes{"0 0>", "0< 0"}));
+  }
+}
+
+TEST(an_episode_that_is_repeated_as_a_whole_goes_on_from_nowhere) {
+  Shares shared(1, writer_options(1, Autoreset::disabled, 0, 3), true);
+  shared.steps(3);
+  shared.end();     // four actions and the last step: the next episode begins at step 5
+  shared.steps(2);  // and fills the row
+  CHECK(shared.notes() == Notes{"0 2>"});
+  shared.steps(5);  // 2 + 5 actions
+  CHECK(shared.notes() == (Notes{"0 2>", "2 3>"}));
+  shared.end();
+  shared.writer->cut({}, true, &shared.completed);
+  CHECK(shared.notes() == (Notes{"0 2>", "2 3>", "3< 0"}));
+}
+
+TEST(a_row_whose_last_step_is_refused_is_not_noted_as_followed) {
+  Shares both(2, writer_options(2, Autoreset::disabled, 2, 2));
+  const uint8_t first[2] = {1, 0}, second[2] = {0, 1};
+  for (int i = 0; i < 6; ++i) both.step(false, first);
+  std::vector<uint32_t> rows, generations;
+  both.store->keys(&rows, &generations);
+  const uint32_t filled = rows.at(0);
+  for (int i = 0; i < 3; ++i) both.step(false, second);
+  both.store->keys(&rows, &generations);
+  const uint32_t other = rows.at(0) == filled ? rows.at(1) : rows.at(0);
+  both.store->extend(other, kLength);  // nobody else may: what is due next there, four steps, is refused
+  CHECK_THROWS(schema, both.step());   // the first environment's row would be full
+  CHECK_EQ(both.notes(filled), std::string("0 0"));
+  both.store->status()[other].length = 2;
+  both.step();
+  CHECK_EQ(both.notes(filled), std::string("0 2>"));
 }
 
 TEST(rows_that_grow_are_read_whole_beside_their_writers_and_eviction) {

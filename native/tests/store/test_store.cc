@@ -6,6 +6,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cmath>
 #include <random>
 #include <thread>
 
@@ -233,6 +235,107 @@ TEST(updates_that_race_with_evictions_leave_the_sums_exact) {
     for (auto& updater : updaters) updater.join();
     CHECK_EQ(unsound, uint64_t{0});
     check_sound(*store);
+  }
+}
+
+// With max_priority a store's rows and steps never have more than it says, whoever updates meanwhile.
+TEST(the_largest_priority_is_that_of_all_threads_updates) {
+  for (const bool per_step : {false, true}) {
+    constexpr uint32_t kRows = 256, kSteps = 4, kUpdated = 8;
+    StoreOptions options = store_options(2 * kRows);
+    options.max_priority = true;
+    options.step_priorities = per_step;
+    auto store = Store::create(testing::unique_name(), {{"x", 8, 8, true, {kSteps}}}, options);
+    std::vector<uint32_t> rows(kRows), generations(kRows), steps(kRows);
+    for (uint32_t i = 0; i < kRows; ++i) steps[i] = i % kSteps;
+    store->allocate(rows);
+    store->commit(rows, {{}, std::vector<double>(kRows, 1e-3), {}}, generations);
+    const auto insert = [&] {  // a row without a priority; returns what it got
+      uint32_t row = 0, generation = 0;
+      store->allocate({&row, 1});
+      store->commit({&row, 1}, {}, {&generation, 1});
+      const uint32_t found = priority_of(per_step ? store->step_tree().leaves()[uint64_t{row} * kSteps].load()
+                                                  : store->words()[row].load());
+      store->remove({&row, 1}, {&generation, 1});
+      return found;
+    };
+    // Of rows that no other thread updates; returns the largest.
+    const auto update = [&](std::mt19937& random, uint32_t thread, uint32_t least) {
+      const uint32_t first = thread * kRows / 2 + random() % (kRows / 2 - kUpdated);
+      const std::span<const uint32_t> which(&rows[first], kUpdated), of(&generations[first], kUpdated);
+      std::vector<double> priorities(kUpdated);
+      for (double& priority : priorities) priority = 1e-3 * (least + random() % 10);
+      if (per_step) {
+        CHECK_EQ(store->update_step_priorities(which, of, {&steps[first], kUpdated}, priorities), uint64_t{0});
+      } else {
+        CHECK_EQ(store->update_priorities(which, of, priorities), uint64_t{0});
+      }
+      return *std::ranges::max_element(priorities);
+    };
+    const auto fixed = [](double priority) { return static_cast<uint32_t>(std::lround(priority * (1 << 16))); };
+    constexpr int kRounds = kThreadSanitizer || kAddressSanitizer ? 5000 : 60'000;
+    double most[2] = {0, 0};
+    std::atomic<int> lowered{0};
+    std::atomic<uint32_t> rising{1};  // so that both threads raise it all the time
+    std::vector<std::thread> threads;
+    for (uint32_t t = 0; t < 2; ++t) {
+      threads.emplace_back([&, t] {
+        std::mt19937 random(t);
+        for (int i = 0; i < kRounds; ++i) {
+          const double mine = update(random, t, ++rising);
+          if (store->max_priority() < fixed(mine)) ++lowered;
+          most[t] = std::max(most[t], mine);
+        }
+      });
+    }
+    uint32_t before = 0;
+    for (int i = 0; i < kRounds; ++i) {
+      const uint32_t found = insert();
+      CHECK(found >= before);
+      before = found;
+    }
+    for (auto& thread : threads) thread.join();
+    const double largest = std::max(most[0], most[1]);
+    CHECK_EQ(lowered.load(), 0);
+    CHECK_EQ(store->max_priority(), fixed(largest));
+    CHECK_EQ(insert(), store->max_priority());
+    check_sound(*store);
+
+    for (const bool raises : {false, true}) {
+      threads.clear();
+      std::atomic<bool> stop{false};
+      for (uint32_t t = 0; t < 3; ++t) {
+        threads.emplace_back([&, t] {
+          std::mt19937 random(t);
+          while (!stop) {
+            if (t < 2) {  // large ones are few, so that it is lowered
+              const double mine = update(random, t, random() % 64 == 0 ? 100 : 1);
+              if (!raises && store->max_priority() < fixed(mine)) ++lowered;
+            } else if (!raises || random() % 2 == 0) {
+              store->reset_max_priority();
+            } else {
+              store->raise_priorities(random() % 2 == 0 ? 0.5 : 2);
+            }
+          }
+        });
+      }
+      for (int i = 0; i < kRounds / 100; ++i) {
+        insert();
+        check_sound(*store);
+      }
+      stop = true;
+      for (auto& thread : threads) thread.join();
+      CHECK_EQ(lowered.load(), 0);
+    }
+    store->reset_max_priority();
+    uint32_t left = 0;
+    for (uint32_t i = 0; i < kRows * (per_step ? kSteps : 1); ++i) {
+      const uint64_t word = per_step
+                                ? store->step_tree().leaves()[uint64_t{rows[i / kSteps]} * kSteps + i % kSteps].load()
+                                : store->words()[rows[i]].load();
+      left = std::max(left, priority_of(word));
+    }
+    CHECK_EQ(store->max_priority(), left);
   }
 }
 

@@ -179,7 +179,8 @@ class StoredRows:
             group = RowGroup(first, lengths.astype(np.int64), values)
             if self.split:
                 once = {name for name, stored in chosen.items() if self.fields[stored].per_row} | METADATA.keys()
-                group = _split(group, found["last"], once, {name for name in once if chosen.get(name, "").startswith(REPEATS)})
+                repeats = {name for name in once if chosen.get(name, "").startswith(REPEATS)}
+                group = _split(group, found["last"], once, repeats)
             yield group
             first += len(group.lengths)
 
