@@ -1,4 +1,7 @@
-"""Batch builders: the protocol that `Replay` speaks, and the builder of batches that the host draws and reads."""
+"""`BatchBuilder`, the protocol that `Replay` uses to build batches, and the builder for batches in host memory.
+
+The builder in this file samples and reads rows on the CPU. The builder for batches on a GPU is in device/builder.py.
+"""
 
 from __future__ import annotations
 

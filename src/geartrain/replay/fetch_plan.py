@@ -1,8 +1,8 @@
-"""Fetch plan: which fields and windows of a store a batch has, and their native copy.
+"""`FetchPlan`: the fields and windows of a store that a batch contains, and the native call that copies them.
 
-Rows are gathered by native threads with the GIL released, all fields and windows at once, straight from shared
-memory into warm, recycled buffers or into the caller's own (native/fetch/fetch.h; GEAR, section 3.4). A row that was
-overwritten during its copy is noticed and never returned.
+Native threads gather all fields and windows at once, with the GIL released (native/fetch/fetch.h; GEAR, section 3.4).
+They copy from shared memory into warm, recycled buffers, or into the caller's arrays. Rows that were overwritten during
+the copy are detected and never returned.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Fetchers: what a store's fetches of one kind have in common, made once and kept with the store's handle."""
+"""Cache of native fetchers, one for each kind of fetch from a store.
+
+A kind is a combination of fields, window, padding, output and threads. The cache belongs to the store's handle and is
+cleared when the handle is closed.
+"""
 
 from __future__ import annotations
 

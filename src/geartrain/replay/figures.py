@@ -1,4 +1,4 @@
-"""Figures of a replay: what its consumer got, how long it waited, and where passes over the stores stand."""
+"""Statistics of a replay: batches delivered, the consumer's waiting time, and the progress of `Epochs` passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Priority updates that take effect so many batches after the one that they came with."""
+"""Queue of priority updates that take effect a fixed number of batches after they arrive."""
 
 from __future__ import annotations
 

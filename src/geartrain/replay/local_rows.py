@@ -1,4 +1,7 @@
-"""Rows of the stores that this process has: the batches of a replay without a group, and of a group of one rank."""
+"""Source of batches from the stores of this process.
+
+A replay without a rank group uses it, and so does a replay of a group with one rank.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Batch over native memory: its arrays are made when they are asked for.
+"""Batch in native memory that creates each array on first access.
 
-A consumer that reads two of ten fields pays for two; what a batch costs in Python does not depend on its fields.
+A consumer that reads two of ten fields pays for two. The cost of a batch in Python does not grow with its fields.
 """
 
 from __future__ import annotations

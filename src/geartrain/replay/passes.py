@@ -1,4 +1,4 @@
-"""Passes over one store: the rows of `Epochs`, for the batches of a replay."""
+"""Rows of `Epochs` passes over one store, for the batches of a replay."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Prefetch thread: items made ahead of their use, each only once it was asked for.
+"""Prefetch thread: makes items ahead of their use.
 
-What is made when follows from the consumer's requests, not from anybody's speed: when item s is asked for,
-the item `depth` further on may be made, with the orders that were placed until then. So a run can be repeated, and
-several ranks whose consumers ask alike make the same things and stop at the same one.
+The consumer's requests decide which items may be made, and thread speed never does. A request for item s also permits
+item s + `depth`, with the orders placed until then. So runs can be repeated exactly. Ranks whose consumers make the
+same requests make the same items and stop at the same one.
 """
 
 from __future__ import annotations

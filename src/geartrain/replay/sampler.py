@@ -1,7 +1,8 @@
-"""Sampling from one store: one native call draws, counts, places, copies, and redraws what was lost.
+"""Samples the rows of a batch from one store, in one native call.
 
-Rows that Python code chooses are asked for out of that call (supplied_rows.py), and so are windows that a function
-places. Everything else is the same for every strategy.
+The call draws rows, counts the samples, places windows, copies the rows and redraws those that were overwritten or
+evicted. It calls back into Python in two cases: Python code chooses the rows (supplied_rows.py), or a Python function
+places the windows. Everything else is the same for every strategy.
 """
 
 from __future__ import annotations

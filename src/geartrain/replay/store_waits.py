@@ -1,4 +1,4 @@
-"""Waits of draws from one store: for enough rows, and for its rate limiter."""
+"""Waits before a draw from one store: until it has enough rows, and until its rate limiter admits the draw."""
 
 from __future__ import annotations
 

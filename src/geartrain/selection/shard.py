@@ -1,4 +1,4 @@
-"""A shard as one of its ranks sees it, and a batch drawn from all shards as one rank knows it."""
+"""`Shard` and `ShardedDraw`: one rank's view of the shards, and of a batch drawn from all of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Draws from shards by their totals: each is a number below the sum, and falls into one shard.
+"""Draws from shards by their totals. Each draw is a number below the sum, and falls into one shard.
 
-Independent draws need the totals alone; draws without replacement also whether each row is new, a bit a draw.
+Independent draws need only the totals. Draws without replacement also need to know whether each row is new, which takes
+one bit a draw.
 """
 
 from __future__ import annotations
