@@ -1,4 +1,4 @@
-"""CUDA device: `geartrain.device.device.Device` by torch.cuda."""
+"""`CudaDevice`: implements `geartrain.device.device.Device` with torch.cuda."""
 
 from __future__ import annotations
 

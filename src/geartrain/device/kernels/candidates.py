@@ -1,11 +1,14 @@
-"""Candidates of draws on a GPU: the counterpart of `geartrain._native.Candidates`, method for method.
+"""`DeviceCandidates`: draws rows on a GPU, with the same methods as `geartrain._native.Candidates`.
 
-The priorities live in device memory and stay the caller's. Sums are made by `rebuild()` and kept by `update()`.
-Everything runs on the current stream; calls that have to know a number (is there anything to draw?) wait for the
-device, once after each change.
+The priorities live in device memory and belong to the caller. `rebuild()` computes their sums, and `update()` keeps the
+sums current. Everything runs on the current stream. Some calls need a number on the host, such as whether there is
+anything to draw. They wait for the device once after each change.
 
-Device memory besides the priorities: 16 bytes a tile of 256 rows; as much again for draws by row where rows can be
-unselectable; 4 N for the order of sequence numbers, made when it is first needed.
+Device memory besides the priorities:
+
+- 16 bytes for each tile of 256 rows,
+- as much again for draws by row if rows can be unselectable,
+- 4 N for the order of sequence numbers, allocated on first use.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The kernels of the gather: rows are looked up once, steps are counted where windows are packed, rows are moved, and
-looked up again."""
+"""The Triton kernels of the gather (gather.py).
+
+They look up the rows, count the steps of packed windows, move the rows, and check at the end which rows are torn.
+"""
 
 from __future__ import annotations
 

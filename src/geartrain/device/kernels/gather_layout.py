@@ -1,4 +1,4 @@
-"""Layout of a gather: columns of the segment, their conversions, and their places in the batch's arena."""
+"""Layout of a gather: the columns of the segment, their conversions, and their offsets in the batch's arena."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads of host memory in the order in which torn rows are seen: see the text at the top of gather.py."""
+"""Loads of host memory in the order that detects torn rows. The docstring of gather.py explains this order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gather as torch and loops have it: slow, obvious, and what the kernels have to agree with."""
+"""Reference of the gather in torch and Python loops: slow and obvious. The kernels have to agree with it."""
 
 from __future__ import annotations
 

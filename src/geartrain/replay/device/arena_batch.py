@@ -1,4 +1,4 @@
-"""Batch in an arena, one piece of device memory: its tensors are cut from it when they are asked for."""
+"""`ArenaBatch`: a batch in one buffer of device memory. Each tensor is a view of it, created on first access."""
 
 from __future__ import annotations
 

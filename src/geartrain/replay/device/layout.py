@@ -1,7 +1,7 @@
-"""Layout changes within device memory: conversion, packing, scattering of rows.
+"""Changes the layout of rows in device memory: converts fields, packs windows and scatters rows.
 
-The gather kernel does all of this on its way. Here it is done by torch, a few operations a field, to what came by
-copies: batches that the CPU made, and rows that other ranks sent.
+torch does it here, with a few operations per field, for batches that the CPU made and for rows from other ranks. The
+gather kernel does the same work while it copies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choice of where the rows of each store are drawn: on the host, or from a copy of its priorities on the device."""
+"""Chooses for each store where its rows are drawn: on the host, or on the device from a copy of the priorities."""
 
 from __future__ import annotations
 

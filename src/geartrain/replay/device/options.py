@@ -1,4 +1,4 @@
-"""Device options of a replay: the path of its batches, and the conversion of fields on it."""
+"""`DeviceOptions` and `Convert`: how a replay's batches get to a device, and the conversion of fields on the way."""
 
 from __future__ import annotations
 

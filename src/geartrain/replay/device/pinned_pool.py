@@ -1,4 +1,4 @@
-"""Pool of pinned host buffers for copies between host and device."""
+"""`PinnedPool`: reusable pinned host buffers for copies between host and device."""
 
 from __future__ import annotations
 

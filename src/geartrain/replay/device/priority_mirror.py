@@ -1,17 +1,19 @@
-"""Device copy of a store's priorities, for draws on the GPU that will read the rows.
+"""`DevicePriorities`: a store's priorities in GPU memory, to draw rows on the GPU that also gathers them.
 
-It is a copy of the words (8 bytes a row) and of the selectable bits, taken out of the pinned segment by the
-device's copy engine when the store has changed. From it `kernels.candidates.DeviceCandidates` draws the rows that the
-CPU would draw, and the drawn keys go to the gather without having been on the host. The copy may be behind the store by
-what was written meanwhile; a row that was overwritten since is torn, and drawn again.
+The copy holds the row words (8 bytes a row) and the selectable bits. When the store has changed, the device's copy
+engine reads them again from the pinned segment. `kernels.candidates.DeviceCandidates` draws from the copy the rows that
+the CPU would draw. The keys of these rows go to the gather without a detour through the host.
 
-Priorities that this process updates reach the copy as they are: the rows that were updated, and what the store has for
-them now. Whether others have changed rows or priorities is told by the store's counters, and by the sum of all
-priorities: then the words are copied again.
+The copy may lag behind the store. A row that was overwritten since is torn, and is drawn again.
 
-Cost: 8.1 bytes a row over the link for each batch that finds the store changed by others, two passes over the
-priorities in device memory, and one wait of the replay's thread for the sum of all priorities. A store that does not
-change is copied once (`CopyRule`), and so is one that this process alone updates, with 12 bytes a row updated.
+Two kinds of changes reach the copy:
+
+- Priorities that this process updates: the updated rows and their values in the store are sent.
+- Changes by others: the store's counters and the sum of all priorities reveal them, and all words are copied again.
+
+Cost per batch if others have changed the store: 8.1 bytes a row over the link, two passes over the priorities in device
+memory, and one wait of the prefetch thread for the sum of all priorities. A store that does not change is copied once
+(`CopyRule`). So is a store that only this process updates, plus 12 bytes for each updated row.
 """
 
 from __future__ import annotations

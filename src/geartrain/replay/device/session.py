@@ -1,4 +1,4 @@
-"""Device session: a replay's device, stream and pinned segments, and the lock that closing them takes."""
+"""`DeviceSession`: a replay's device, stream and pinned segments, and the lock that serializes closing them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Staged transfer: rows that the CPU copies into pinned memory, and one copy of it to the device.
+"""Staged transfer: the CPU copies rows into pinned memory, and one copy moves them to the device.
 
-Torn rows are known before anything is sent. Where fields are converted or windows packed, that is done on the device,
-from one arena to another.
+Torn rows are known before anything is sent. If fields are converted or windows packed, the device does it, from one
+arena to another.
 """
 
 from __future__ import annotations

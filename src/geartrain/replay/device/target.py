@@ -1,4 +1,4 @@
-"""Device target of one store: its segment, pinned or not, and the path that its rows take."""
+"""`DeviceTarget`: one store's segment, pinned or not, and the path that its rows take to the device."""
 
 from __future__ import annotations
 

@@ -1,17 +1,18 @@
-"""Transfers: batches on their way to a device, and their handoff to the consumer's stream.
+"""Transfers: move batches to a device, and make the consumer's stream wait for them.
 
-    launch     starts the copies of some rows of a store to their places, and does not wait for them
-    resolve    waits for them; tells which rows were torn, and the rows' metadata
-    finish     the batch, once none of its rows is torn
+    launch     starts copies of some rows of a store to their places, and does not wait for them
+    resolve    waits for the copies; returns which rows are torn, and the rows' metadata
+    finish     returns the batch, once none of its rows is torn
 
-| transfer | file | what copies rows |
+| transfer | file | who copies the rows |
 |---|---|---|
-| `GatherTransfer` | this one | a kernel, out of the pinned segment |
-| `CopyTransfer` | copied_rows.py | copy engines, out of the pinned segment |
-| `StagedTransfer` | staging.py | the CPU, into pinned memory, from where one copy takes them to the device |
+| `GatherTransfer` | this file | a kernel, from the pinned segment |
+| `CopyTransfer` | copied_rows.py | copy engines, from the pinned segment |
+| `StagedTransfer` | staging.py | the CPU into pinned memory, then one copy to the device |
 
-Native code launches and resolves the rows that it has drawn, and draws torn ones again (native/python/python_copier.h).
-`geartrain.fetch` does so with the rows that it is given, and raises where some are torn.
+A replay's native code draws the rows, calls `launch` and `resolve`, and redraws torn rows
+(native/python/python_copier.h). `geartrain.fetch` calls both for the rows of the given keys, and raises if some are
+torn.
 """
 
 from __future__ import annotations
