@@ -1,7 +1,8 @@
-"""Batch assembly on one rank: this rank's own rows plus rows received from other ranks. The protocol, and the choice.
+"""Batch assembly on one rank: combines the rank's own rows with rows from other ranks. The protocol and the choice.
 
-An assembler has the memory that rows are read into (rank_reader.py): the batch of this rank and, where those are not in
-host memory, messages to the ranks it reads for. When all rows are read it exchanges the messages and builds the batch:
+An assembler provides the memory for this rank's batch, into which rows are read (rank_reader.py). It also provides the
+memory for messages to other ranks, unless these are in host memory. When all rows are read, the assembler exchanges the
+messages and builds the batch:
 
 | assembler | this rank's own rows | rows of other ranks |
 |---|---|---|
@@ -10,7 +11,7 @@ host memory, messages to the ranks it reads for. When all rows are read it excha
 | `GatherAssembler` | gathered by the GPU into the batch | row messages in pinned memory, scattered by the GPU |
 | `NcclAssembler` | the same | gathered by their rank's GPU; all-to-all from GPU to GPU as the batch is taken |
 
-The first three exchange the same messages: what a rank sends does not depend on where it builds its own batch.
+The first three exchange the same messages. The messages of a rank do not depend on where it builds its own batch.
 """
 
 from __future__ import annotations

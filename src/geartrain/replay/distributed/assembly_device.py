@@ -1,4 +1,7 @@
-"""Batch assembly on a device, rows of other ranks received in host memory: staged, or gathered by the GPU."""
+"""Builds batches on a device if rows of other ranks arrive in host memory.
+
+`StagedAssembler` copies rows into pinned memory by the CPU, and `GatherAssembler` gathers them by the GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch assembly by an all-to-all of device memory: GPUs gather rows for other ranks and send them GPU to GPU."""
+"""Builds batches by an all-to-all of device memory: each GPU gathers rows for other ranks and sends them GPU to GPU."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Deterministic assignment of draws to replicas (consumers) and to ranks (readers).
+"""Assigns the draws of a batch to replicas (consumers) and to ranks (readers).
 
-A pure function of what all ranks know, so that each computes it locally. In synchronous data parallelism any replica
-may train on any row of the global batch. `local_first` gives a replica rows of its own host while there are any, and
-only the surplus crosses the network: of n draws over W equal shards about 0.4 sqrt(n (W - 1)) rows, the excess of a
-multinomial draw over its mean. `ordered` gives replica i the i-th slice of the batch and moves n (W - 1) / W rows.
+The assignment is a pure function of data that all ranks have, so each rank computes it locally. In synchronous data
+parallelism any replica may train on any row of the global batch. That leaves two policies:
+
+- `local_first` gives a replica rows of its own host while there are any. Only the surplus crosses the network: of n
+  draws over W equal shards about 0.4 sqrt(n (W - 1)) rows, the excess of a multinomial draw over its mean.
+- `ordered` gives replica i the i-th slice of the batch, and moves n (W - 1) / W rows.
 """
 
 from __future__ import annotations

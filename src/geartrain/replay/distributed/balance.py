@@ -1,7 +1,7 @@
-"""Load balancing over shards: pure functions, with the same results on every rank.
+"""Load balancing over shards: pure functions that give the same results on every rank.
 
-`deal` partitions rows that are in no shard yet; `flows`, `heaviest_within` and `rounds_of` plan moves between shards.
-An amount is a sum of priorities, or a number of rows; a share is a part of the amounts of all shards.
+`deal` partitions rows that are in no shard yet. `flows`, `heaviest_within` and `rounds_of` plan moves between shards.
+An *amount* is a sum of priorities, or a number of rows. A *share* is a fraction of the amounts of all shards.
 """
 
 from __future__ import annotations

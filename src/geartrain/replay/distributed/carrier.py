@@ -1,4 +1,4 @@
-"""Carrier of a rank group: what moves messages between its ranks. The protocol, and its error.
+"""The carrier of a rank group moves messages between its ranks. The protocol and its error.
 
 | carrier | file | between ranks of one host | of different hosts |
 |---|---|---|---|

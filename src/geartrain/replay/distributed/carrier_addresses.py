@@ -1,8 +1,11 @@
-"""Addresses of a group's ranks, published in the job's key-value store: what opens a group's carrier, or says why not.
+"""Opens the carrier of a rank group, from addresses in the job's key-value store.
 
-Each rank publishes the address of its listener, with what it asks for, or why it has none. All ranks read the same, so
-they decide alike: for the transports, for Gloo (where a rank cannot use the transports and none asks for what Gloo does
-not have), or for an error that names the rank whose settings cannot be followed.
+Each rank publishes the address of its listener and the carrier it asks for, or the reason why it has no listener. All
+ranks read the same entries, so they reach the same decision:
+
+- the transports, in the usual case;
+- Gloo, if a rank cannot use the transports and no rank asks for a feature that Gloo lacks;
+- otherwise an error that names the rank whose settings cannot be used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Requests of the ranks that save or load a job's checkpoint: all-gathered, and checked to fit together."""
+"""Requests of the ranks before a job's checkpoint is saved or loaded.
+
+The ranks all-gather their requests. Every rank then checks that the requests are consistent.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""Draws of a global batch: all-gather of the shards' status, priority updates, draws from all shards.
+"""Draws a global batch from the shards of all ranks: all-gathers the shards' status, updates priorities, and draws.
 
-Every rank tells its shards' row counts and totals, with the priority updates for the other ranks, and applies those of
-its own shards (native/fetch/rank_steps.h). It computes locally which shard owns each draw (sharded.py), and the shard's
-ranks look up which row it is. In a store that limits how often rows are sampled the draws are counted here, before any
-row is read, and those that came too late are redrawn.
+1. Every rank sends the row counts and totals of its shards, and the priority updates for other ranks.
+2. It applies the updates for its own shards (native/fetch/rank_steps.h).
+3. It computes locally which shard owns each draw (sharded.py).
+4. The ranks of that shard look up the row of each draw.
+
+A store may limit how often its rows are sampled. Then the draws are counted here, before any row is read. Draws of rows
+that have reached the limit are redrawn.
 """
 
 from __future__ import annotations

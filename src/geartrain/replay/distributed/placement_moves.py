@@ -1,7 +1,7 @@
-"""Row moves between shards: which rows leave which shard, and their transfer in row messages.
+"""Moves rows between shards: chooses the rows that leave each shard, and transfers them in row messages.
 
-A row is committed in its new shard, and acknowledged, before it is removed from its old one: a job that is
-killed in between has some rows twice, and never loses one.
+A row is committed in its new shard, and acknowledged, before it is removed from its old one. If the job is killed in
+between, some rows exist twice, and no row is lost.
 """
 
 from __future__ import annotations

@@ -1,17 +1,21 @@
-"""Rank reader: one rank's part of a global batch, drawn, read and assembled by native code.
+"""`RankReader`: draws, reads and assembles one rank's part of a global batch, in native code.
 
-Rows come from either of two places. A strategy whose draws follow from the shards' totals (Uniform and Prioritized with
-replacement, without limits) is drawn natively: `build` agrees, draws and reads in one call. Rows that any other
-strategy has drawn are given to `read`. From there on both are the same: native/fetch/rank_reader.h assigns draws to
-ranks, places windows, copies rows into the batch and into messages, and draws rows again that were lost.
+The strategy decides where the rows are drawn:
 
-Ranks of one host that have a store each open each other's read-only and copy rows from there, so no message carries
-them. A rank that only reads another rank's store does not keep that store alive: the store can be removed, adopted and
-repaired meanwhile, and the mapping stays readable. The rank that leads a shard counts the samples of rows that others
-read from it.
+- `build` draws them natively if the draws follow from the shards' totals. That holds for Uniform and Prioritized with
+  replacement and without limits. One call then agrees on the totals, draws and reads.
+- `read` takes rows that any other strategy has drawn.
 
-With `update_lag` beyond `prefetch` a rank may apply updates to its shard before other ranks have drawn. Only the rank
-that leads a shard reads it then, and sends the others their rows.
+The rest is the same for both (native/fetch/rank_reader.h). It assigns draws to ranks, places windows, copies rows into
+the batch and into messages, and redraws lost rows.
+
+Ranks of one host open each other's stores read-only and copy rows directly, so no message carries these rows. A rank
+that only reads another rank's store does not keep that store alive. The store can be removed, adopted and repaired
+meanwhile, and the mapping stays readable. The rank that leads a shard counts the samples of rows that others read from
+it.
+
+If `update_lag` exceeds `prefetch`, a rank may apply updates to its shard before other ranks have drawn. Then only the
+rank that leads a shard reads it, and sends the others their rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of a global batch from the shards of many ranks: a source of batches, which moves the surplus and nothing else.
+"""Source of batches from the shards of many ranks. It moves only the rows that a rank cannot get on its own host.
 
 For every batch all ranks take the same steps, in the same order (GEAR, sections 3.3 and 3.4):
 
@@ -10,14 +10,15 @@ For every batch all ranks take the same steps, in the same order (GEAR, sections
     6. exchange    one row message per pair of ranks that has rows to move, of a size both know    the surplus
     7. copies      tensor-parallel peers get a copy of the batch                                   one copy each
 
-Steps 1, 2, 4 and 5 are native for every strategy (native/fetch/rank_steps.h, rank_reader.h). Step 3 is native where
-draws follow from the shards' totals; then steps 1 to 5 are one call, and step 6 too where no row ever moves. Other
-strategies draw in draw.py. Step 6 is the assembler's: into host memory, into a GPU's through it, or from GPU to GPU.
+Native code runs steps 1, 2, 4 and 5 for every strategy (native/fetch/rank_steps.h, rank_reader.h). Step 3 is native if
+the draws follow from the shards' totals. Then steps 1 to 5 are one call, and so is step 6 if no row ever moves. Other
+strategies draw in draw.py. The assembler runs step 6: into host memory, through it into a GPU's memory, or from GPU to
+GPU.
 
-No rank requests a row: both ends know what moves. A row that is overwritten between 3 and 5 is redrawn by the rank that
-reads it, from the same shard, so no other rank has to know. Where that shard has no other row all ranks learn it in
-step 6, and draw the batch again (read_agreement.py). A rank that fails aborts the group, and every other one raises
-`PeerLostError`.
+No rank requests a row, because both ends know which rows move. If a row is overwritten between steps 3 and 5, the rank
+that reads it redraws it from the same shard, and no other rank has to know. If that shard has no other row, all ranks
+learn it in step 6 and draw the batch again (read_agreement.py). A rank that fails aborts the group, and every other
+rank raises `PeerLostError`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Agreement on a read: every rank tells all others, with the rows that it sends, whether it has lost some for good.
+"""Agreement on a read: every rank tells all others whether it has lost rows for good.
 
-No rank finishes a batch before it knows that all of them have their rows: a shard may be emptied between the draw and
-the read. As this travels with the rows (step 6) it takes no round of its own.
+A shard may be emptied between the draw and the read. So no rank finishes a batch before it knows that all ranks have
+their rows. The ranks send this with the rows in step 6 (rank_rows.py), so it takes no extra round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Restoring one shard of a step: as it was saved, resharded from all shards, or adopted from shared memory."""
+"""Restores one shard of a step from a job's checkpoint, in one of three ways.
+
+- The shard is loaded as it was saved.
+- The shard is resharded: it becomes a slice of all saved shards.
+- A segment that is still in shared memory is adopted.
+"""
 
 from __future__ import annotations
 

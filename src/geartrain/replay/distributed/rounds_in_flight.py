@@ -1,7 +1,8 @@
-"""Rounds in flight: what ranks send each other now and receive later.
+"""Rounds in flight: exchanges between ranks whose messages are sent now and received later.
 
-A rank begins a round by what it sends, and receives its messages when it needs them; others may be begun in between.
-All ranks begin the same rounds in one order, and receive them in that order, so no message has to say what it is.
+A rank begins a round by sending its messages. It receives the others' messages when it needs them, and may begin more
+rounds in between. All ranks begin the same rounds in the same order, and receive them in that order. So a message does
+not have to name its round.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Wait for rows over ranks: all ranks go on waiting, or stop, in the same round and for the same reason.
+"""Waits for rows over several ranks: all ranks keep waiting, or stop in the same round and for the same reason.
 
-Each rank knows only of the writers that its own handle expects (`Store.expect_writers`), and has a clock of its own. So
-the ranks tell each other after every count that was too small. Processes that have a store open do not count: they may
-be ranks.
+Each rank has its own clock, and knows only the writers that its own handle expects (`Store.expect_writers`). So the
+ranks exchange both whenever they have counted too few rows. Processes that have the store open do not count as writers,
+because they may be ranks.
 """
 
 from __future__ import annotations

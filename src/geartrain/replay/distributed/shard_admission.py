@@ -1,4 +1,7 @@
-"""Admission of a global batch by the rate limiters of the shards: each admits an even share of its store's rows."""
+"""`ShardAdmission`: waits until the rate limiters of the shards admit a global batch.
+
+Each shard's rate limiter admits an even share of the rows that its store contributes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Rank group of a `torch.distributed` job: connections of its own, and the job's store for the reasons of failures."""
+"""`TorchRankGroup`: the rank group of a `torch.distributed` job.
+
+It has connections of its own (carrier.py). The job's key-value store keeps the reason of a failure, so that all ranks
+report the same one.
+"""
 
 from __future__ import annotations
 

@@ -1,18 +1,20 @@
-"""geartrain's transports as carrier of a rank group: shared memory within a host, TCP across hosts.
+"""`TransportCarrier`: moves messages between ranks through shared memory within a host, and over TCP across hosts.
 
-Each rank has a listener, whose address it publishes in the job's key-value store. Two ranks connect when they first
-have messages for each other, the higher rank to the lower; which transport connects them is found out by trying
-(geartrain.transport.connection), so ranks in containers of one host share memory only if they can. Nothing has a name
-in /dev/shm: what ranks of one host share are memfds, which go with their last process.
+Connections. Each rank has a listener and publishes its address in the job's key-value store. Two ranks connect when
+they first have messages for each other, the higher rank to the lower. geartrain then tests which transport works
+(geartrain.transport.connection), so containers of one host share memory only if they can. Shared memory is in memfds,
+which have no name in /dev/shm and disappear with their last process.
 
-Who may take part: the listeners accept only who proves to know a key that rank 0 has drawn at random and put into the
-store. With TLS (`geartrain.transport.tls`) connections between hosts are encrypted.
+Authentication. Rank 0 generates a random key and puts it into the key-value store. Listeners reject peers that cannot
+prove they know it. With TLS (`geartrain.transport.tls`) connections between hosts are encrypted.
 
-All messages of an exchange from one rank to another travel as one: up to `INLINE_BYTES` as a header, in the ring; more
-as buffers, in a segment or over the socket. A send over TCP may wait until its peer receives, while that peer waits in
-its own send to a third rank. So long ones are sent by a thread of their own, beside the receives, both in the order of
-a ring: send to rank + 1, rank + 2, ..., receive from rank - 1, rank - 2, ... Of all sends and receives under way those
-of the lowest distance have both ends at work, so that no circle of ranks waits for itself.
+Messages. All messages of an exchange from one rank to another travel as one. Up to `INLINE_BYTES` go as a header, in
+the ring. Larger ones go as buffers, in a segment or over the socket.
+
+Deadlocks. A send over TCP may wait until its peer receives, while that peer waits in its own send to a third rank. So a
+separate thread makes long sends, in parallel with the receives. Both follow the order of a ring: send to rank + 1,
+rank + 2, ..., receive from rank - 1, rank - 2, ... The sends and receives of the lowest distance then always have both
+ends at work, so the ranks never wait in a circle.
 """
 
 from __future__ import annotations
