@@ -99,10 +99,10 @@ def default_limit() -> int:
 
 
 class Ledger:
-    """Registrations of all processes of this host.
+    """Registrations of pinned memory by all processes of this host.
 
     Args:
-        directory: of its files; by default one a host and user, beside the segments.
+        directory: directory of the ledger's files; by default one per host and user, next to the segments.
     """
 
     def __init__(self, directory: Path | None = None) -> None:

@@ -25,7 +25,7 @@ class Fetcher(NamedTuple):
 
 
 class _Fetchers(dict[object, Fetcher]):
-    """The fetchers of a handle, by what was asked for. They hold the native store and not the handle."""
+    """The fetchers of a handle, by the arguments of the fetch. They hold the native store and not the handle."""
 
     def close(self) -> None:
         """At the end of the handle's own `close`."""

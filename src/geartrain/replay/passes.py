@@ -18,9 +18,9 @@ class Passes:
 
     Args:
         strategy: the passes.
-        plan, transitions: what batches have of the rows.
+        plan, transitions: the windows or transitions that batches hold.
         candidates: the store's rows.
-        mixed: batches are a mixture's, of which these rows fill a part, going on from pass to pass.
+        mixed: whether these rows fill part of a mixture's batches, and continue from pass to pass.
     """
 
     def __init__(

@@ -73,22 +73,22 @@ class StoreSampler(StoreWaits):
     """Draws from one store by one strategy and fetches by one plan.
 
     Args:
-        plan: what is fetched, and from which store.
-        strategy: which rows.
+        plan: store and fields to fetch.
+        strategy: chooses the rows.
         min_rows, timeout_s, stopping: as in `StoreWaits`.
-        transitions: what of the rows is gathered instead of windows.
-        mixed: batches are a mixture's, of which this sampler fills a part.
+        transitions: transitions to gather instead of windows.
+        mixed: whether this sampler fills part of a mixture's batches.
 
     Attributes:
         redrawn: rows that were lost between their draw and their copy.
-        alpha: that the store's priorities are of.
-        raises: whether priorities that are given are not stored as they are: the alpha is not 1, or follows a schedule.
-        atom: rows that stand or fall together (a group), and so are replaced together.
-        draws_natively: whether rows are drawn by native code, or by the strategy's own.
-        placed: whether a function says which windows rows have.
-        passes: of `Epochs`; None for other strategies.
-        callbacks: what of a batch is asked of Python, by name.
-        priority_copy: of the store, which has to learn what this process changes; None where there is none.
+        alpha: exponent of the store's priorities.
+        raises: whether updated priorities are raised to a power: the alpha is not 1, or follows a schedule.
+        atom: number of rows that can only be replaced as a whole (a group).
+        draws_natively: whether native code draws the rows, not the strategy's own code.
+        placed: whether a Python function chooses the windows of rows.
+        passes: passes of `Epochs`; None for other strategies.
+        callbacks: the parts of a batch that Python is called for, by name.
+        priority_copy: copy of the priorities, which has to follow the changes of this process; None if there is none.
     """
 
     def __init__(

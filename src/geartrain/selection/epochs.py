@@ -28,10 +28,14 @@ _MOST_POSITIONS = 1 << 22
 
 
 class Taken(NamedTuple):
-    """The next rows of a pass, (n,) each: at most those asked for, fewer at its end.
+    """The next rows of a pass, as arrays (n,): as many as requested, or fewer at the end of the pass.
 
-    `shard` is the same on all ranks, the others of this rank's shard only. `state` is that before the next rows; `over`
-    says that these are the last of the pass, and `rest` is the state to take what is left of it, if anything.
+    Attributes:
+        shard: shard of each row, the same on all ranks.
+        rows, generations, steps: for rows of this rank's shard only.
+        state: state before the next rows; that of the next pass if this one is over.
+        rest: state of this pass after these rows, to take further rows of it if any are left.
+        over: whether the pass ends with these rows.
     """
 
     shard: NDArray[np.int64]

@@ -38,7 +38,7 @@ PART = 16  # a tile is PART parts of PART rows
 
 @dataclass(frozen=True)
 class DrawKey:
-    """What the random numbers of some draws depend on, beside their numbers."""
+    """The key of the random numbers of some draws, apart from the numbers of the draws."""
 
     seed: int
     step: int

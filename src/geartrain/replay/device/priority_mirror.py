@@ -52,15 +52,19 @@ def why_not(strategy: Strategy) -> str | None:
 
 
 class CopyRule:
-    """Where the rows of a batch are drawn for the least time: on the CPU, or on a device from a copy of the priorities.
+    """Decides where a batch is drawn: on the CPU, or on a device from a copy of the priorities.
 
-    Nobody knows whether a store will change before the next batch. So a copy is made once the batches since the last
-    change have lost as much on the CPU as it takes: at once where a single batch does, after some batches of a store
-    that does not change, never of one that changes before. Draws and copies then take at most twice what the better
-    choice in hindsight would have taken, whatever the store does (the problem of renting or buying skis).
+    A copy pays only if the store does not change for a while, which nobody knows in advance. So the rule adds up the
+    time that draws on the CPU have lost since the last change. It makes a copy once that sum exceeds the copy's time.
+
+    - If a single batch loses that much, the copy is made at once.
+    - If the store does not change, the copy is made after some batches.
+    - If the store changes before that, no copy is made.
+
+    Draws and copies take at most twice the time of the best choice in hindsight (the ski rental problem).
 
     Args:
-        copied_bytes: of a copy.
+        copied_bytes: bytes of a copy.
     """
 
     def __init__(self, copied_bytes: int) -> None:
@@ -83,12 +87,12 @@ class CopyRule:
 
 
 class DevicePriorities:
-    """What can be drawn from a target's store, in device memory.
+    """A store's priorities in device memory, to draw rows from.
 
     Args:
-        target: whose segment is pinned.
-        ordered: keep the order of commits as well (48 bytes a row), which the ordered strategies and no others need.
-        always: draw here whatever it costs.
+        target: the store's target; its segment is pinned.
+        ordered: also keep the order of commits (48 bytes a row), which only the ordered strategies need.
+        always: draw on the device whatever it costs.
 
     Attributes:
         refreshed: how often the store's words were copied.
@@ -304,14 +308,14 @@ class DevicePriorities:
 
 
 class DrawnTransfer:
-    """A gather whose rows the device draws, where that pays: they reach the kernel without having been on the host.
+    """A gather whose rows the device draws, if that pays. The rows reach the kernel without a detour through the host.
 
-    Native code launches and resolves it like a `Transfer`. Rows that were torn it draws again itself.
+    Native code launches and resolves it like a `Transfer`, and redraws torn rows itself.
 
     Args:
-        transfer: of the batch.
-        priorities: of the store that the rows are of.
-        strategy, step: what they are drawn by.
+        transfer: the batch's transfer.
+        priorities: of the store that the rows are drawn from.
+        strategy, step: strategy of the draws, and their step.
     """
 
     def __init__(self, transfer: GatherTransfer, priorities: DevicePriorities, strategy: Strategy, step: int) -> None:

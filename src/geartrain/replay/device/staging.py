@@ -71,11 +71,11 @@ class StagedTransfer(Transfer):
     """A batch that the CPU copies into pinned memory; see `Transfer`.
 
     Args:
-        pinned: a batch whose rows are there, or will be; by default one of n rows, that `launch` copies, or somebody
-            else into `arrays`, who then tells `put`.
+        pinned: pinned batch that has the rows, or will get them. By default a batch of n rows is allocated. `launch`
+            fills it, or the caller writes to `arrays` and then calls `put`.
 
     Attributes:
-        arrays: the fields in pinned memory, in the plan's order; none of `pinned`.
+        arrays: the fields in pinned memory, in the plan's order; empty if `pinned` is given.
     """
 
     def __init__(self, targets: Sequence[DeviceTarget], n: int, pinned: PinnedRows | None = None) -> None:

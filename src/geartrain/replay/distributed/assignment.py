@@ -50,15 +50,16 @@ class Assigned:
 
 
 class Assigner:
-    """Assigns the draws of batches to replicas, to each as many as `sizes_of` says.
+    """Assigns the draws of batches to replicas. `sizes_of` defines the number of draws of each replica.
 
     Args:
         replicas: the consumers.
         shard_ranks: for each shard, the ranks that have it in their host's memory.
-        near: by rank, other shards that it can read: it reads rows of these that it gets, which it gets no sooner.
+        near: by rank, further shards that the rank can read. If a row of such a shard is assigned to it, it reads the
+            row itself. It is not preferred for these rows.
 
     Attributes:
-        native: the native assigner, for those that draw natively.
+        native: the native assigner, for native draws.
     """
 
     def __init__(

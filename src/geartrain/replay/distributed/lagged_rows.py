@@ -76,7 +76,7 @@ def _whole(rank: int, received: Bytes, nbytes: int) -> Bytes:
 
 
 class _Begun:
-    """A batch whose round has begun on this rank: what it has told and heard, and what it has read."""
+    """A batch whose round has begun on this rank: the messages sent and received, and the rows read so far."""
 
     def __init__(self, step: int, state: State, admission: Admission) -> None:
         self.step = step
@@ -96,10 +96,10 @@ class _Begun:
 
 
 class LaggedRows(RankRows):
-    """`RankRows` whose updates take effect `config.extra_lag` batches after the one that they came with.
+    """`RankRows` with priority updates that take effect `config.extra_lag` batches after the batch they came with.
 
     Raises:
-        ArgumentError: on all ranks alike, where batches are more than one native call.
+        ArgumentError: on all ranks, if a batch takes more than one native call.
     """
 
     overlaps = True  # the next batch begins before this one's rows are received

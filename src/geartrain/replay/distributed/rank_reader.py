@@ -48,11 +48,11 @@ Target = tuple[int, list[Any], Bytes, Any]
 
 
 class NearStores(NamedTuple):
-    """Shards of other ranks of this host, by their numbers among those of all stores.
+    """Shards of other ranks of this host, by their numbers among the shards of all stores.
 
     Attributes:
-        stores: those that this rank has open to read.
-        reached: for every rank, the numbers of those that it has.
+        stores: the shards that this rank has open to read.
+        reached: for every rank, the numbers of the shards that it has open.
         by_totals: whether all ranks draw by totals.
     """
 
@@ -127,18 +127,18 @@ class RankReader:
     """Reads this rank's rows of each batch, for itself and for other ranks.
 
     Args:
-        agreed: of this rank's shards, one for each store, and of the ranks.
-        config: of the replay.
+        agreed: configuration of this rank's shards (one for each store) and of the ranks.
+        config: the replay's configuration.
         near: shards of other ranks that this rank reads.
 
     Attributes:
         native: the native reader.
-        plan: of the rows of this rank's batch.
+        plan: fetch plan of this rank's batch.
         by_totals: whether `build` makes the draws.
-        with_lowest: importance weights are wanted, for which ranks tell each other their lowest probabilities.
-        idle: no row ever moves from one rank to another.
-        row_bytes: of a row in this rank's batch.
-        exchange: what native code exchanges messages with other ranks by.
+        with_lowest: whether importance weights are needed. The ranks then exchange their lowest probabilities.
+        idle: whether no row ever moves from one rank to another.
+        row_bytes: bytes of a row in this rank's batch.
+        exchange: used by native code to exchange messages with other ranks.
     """
 
     def __init__(self, agreed: ShardedSampler, config: ReplayConfig, near: NearStores) -> None:

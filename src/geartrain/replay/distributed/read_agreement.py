@@ -32,17 +32,17 @@ class ReadOutcome(NamedTuple):
 
 
 class ReadAgreement:
-    """The exchange of the rows of one batch, with what every rank found when it read.
+    """Exchanges the rows of one batch, and with them the outcome of every rank's read.
 
     Args:
         members: the ranks.
-        outcome: of this rank's read.
-        with_lowest: whether the lowest probabilities of all ranks are wanted.
-        can_redraw: whether all ranks can make the draws again: they have used nothing up.
+        outcome: outcome of this rank's read.
+        with_lowest: whether the lowest probabilities of all ranks are needed.
+        can_redraw: whether all ranks can repeat the draws, because the draws have used nothing up.
 
     Attributes:
-        lowest: after the exchange, (stores,) float64: of each store the lowest probability that any rank read; None
-            where it is not wanted.
+        lowest: after the exchange, (stores,) float64: for each store the lowest probability that any rank read; None
+            without `with_lowest`.
     """
 
     def __init__(self, members: Members, outcome: ReadOutcome, *, with_lowest: bool, can_redraw: bool) -> None:

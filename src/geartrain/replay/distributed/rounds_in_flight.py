@@ -69,10 +69,10 @@ def rounds_of(group: RankGroup) -> Rounds:
 class TransportRounds:
     """Rounds over geartrain's transports.
 
-    Messages that may wait for their receiver are sent on a thread of their own, and those after them behind them.
+    A separate thread sends messages that may have to wait for their receiver, and all messages after them.
 
     Args:
-        group: with `native_rounds`, all of whose ranks are connected.
+        group: a group with `native_rounds` whose ranks are all connected.
     """
 
     def __init__(self, group: TorchRankGroup) -> None:

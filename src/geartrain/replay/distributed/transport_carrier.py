@@ -58,17 +58,17 @@ class TransportCarrier:
     """Carrier of messages by shared memory and TCP. Made by `open_carrier` (carrier_addresses.py).
 
     Args:
-        listener: of this rank.
-        addresses: of all ranks.
-        rank: in the group.
-        key: that connections authenticate with.
-        transport: the one to use; None for the fastest that works.
-        failed: whether another rank has told of a failure; asked while a rank is waited for that has yet to connect.
+        listener: this rank's listener.
+        addresses: addresses of all ranks.
+        rank: this rank in the group.
+        key: key that authenticates connections.
+        transport: the transport to use; None for the fastest that works.
+        failed: returns whether another rank has reported a failure. Called while this rank waits for a peer to connect.
 
     Attributes:
-        rounds: numbers all exchanges of the group; makes those of small messages once all ranks are connected.
-        rank, size: of this one in the group, and of the group.
-        connections: by rank, of those that this one has exchanged messages with.
+        rounds: numbers all exchanges of the group, and makes the exchanges of small messages once all are connected.
+        rank, size: this rank in the group, and the group's size.
+        connections: by rank, for the ranks that this one has exchanged messages with.
         closed: whether this rank has left the group.
     """
 
@@ -317,7 +317,7 @@ class TransportCarrier:
 
 
 class _Sender:
-    """Sends on a thread of their own, beside this one's receives."""
+    """Sends on a separate thread, in parallel with the receives of the calling thread."""
 
     def __init__(self, body: Callable[[], object]) -> None:
         self._body = body
