@@ -116,7 +116,7 @@ class IpcReceiver:
         self._closed = False
 
     def lease(self, nbytes: int, device: int) -> IpcSlot:
-        """A slot of at least so many bytes. Raises `BusyError`; `TransportError` when there is no memory."""
+        """Leases a slot of at least this many bytes. Raises `BusyError`, or `TransportError` if there is no memory."""
         size = max(1, -(-nbytes // BLOCK)) * BLOCK
         with self._lock:
             self._check_open()

@@ -61,7 +61,7 @@ class CudaRuntime:
         return found
 
     def device_of(self, value: object) -> int | None:
-        """Of a dense tensor or parameter on a GPU."""
+        """Device of a dense tensor or parameter on a GPU."""
         torch = sys.modules.get("torch")
         if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter):
             return None

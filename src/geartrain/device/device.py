@@ -71,7 +71,7 @@ class Device(Protocol):
         ...
 
     def done(self, event: Any) -> bool:
-        """Whether what the event has recorded is complete."""
+        """Whether all work before the event has completed."""
         ...
 
     def sync(self, event: Any, timeout_s: float | None = None) -> None:

@@ -51,7 +51,7 @@ class _Flag:
         self._set = False
 
     def is_set(self) -> bool:
-        """What it is."""
+        """Whether the flag is set."""
         return self._set
 
 

@@ -105,7 +105,7 @@ class StartedBatch(Protocol):
 
     @property
     def admission(self) -> Admission:
-        """What rate limiters have admitted for the batch by now."""
+        """Rows that rate limiters have admitted for the batch so far."""
         ...
 
 
@@ -199,9 +199,9 @@ class BatchBuilder(Protocol[Started]):
 
 
 class RowSource(Protocol[Started]):
-    """Where the batches of a `HostBatchBuilder` come from: the stores of this process, or the shards of many ranks.
+    """Source of the batches of a `HostBatchBuilder`: the stores of this process, or the shards of many ranks.
 
-    The methods that a `BatchBuilder` has as well are called as its own, and so are the attributes.
+    Methods and attributes that a `BatchBuilder` also has are those of the builder.
     """
 
     samplers: list[StoreSampler]
@@ -213,7 +213,7 @@ class RowSource(Protocol[Started]):
 
     @property
     def callbacks(self) -> Sequence[str]:
-        """What a batch asks of Python code, by name."""
+        """The parts of a batch that Python code is called for, by name."""
         ...
 
     def enter(self) -> None: ...
@@ -411,12 +411,12 @@ def raised(priorities: NDArray[np.float64], alpha: float) -> NDArray[np.float64]
 
 
 def path_of(callbacks: Sequence[str]) -> str:
-    """How a batch is made: by native code, but for what it asks of Python code."""
+    """How a batch is made: by native code, apart from its callbacks into Python."""
     return f"native, calls {', '.join(dict.fromkeys(callbacks))}" if callbacks else "native"
 
 
 def build_stats(built: int, make_s: float, samplers: Sequence[StoreSampler]) -> dict[str, float]:
-    """What every builder says in `stats`."""
+    """Entries of `stats` that every builder has."""
     return {"built": built, "make_s": make_s, "redrawn": sum(sampler.redrawn for sampler in samplers)}
 
 

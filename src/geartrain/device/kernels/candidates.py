@@ -82,7 +82,7 @@ class DeviceCandidates:
 
     @property
     def device(self) -> torch.device:
-        """Where everything is."""
+        """Device of all tensors."""
         return self.values.device
 
     def rebuild(self) -> None:
@@ -225,12 +225,13 @@ class DeviceCandidates:
         return rows, _generations(rows), probability, 0
 
     def first(self, order: int, n: int, after: int, excluded: Rows = (), limits: None = None) -> Chosen:
-        """The first n rows in an order: 0 oldest, 1 newest, 2 heaviest, of equals the older; none of `excluded`.
+        """The first n rows in an order: 0 oldest, 1 newest, 2 heaviest (the older of equals first); none of `excluded`.
 
-        Sequence numbers up to and including `after` are passed over.
+        Rows with sequence numbers up to and including `after` are skipped.
 
         Returns:
-            rows (int64), generations (all 1), probability (all 1) and how many were found; what is behind those is 0.
+            rows (int64), generations (all 1), probability (all 1), and the number of rows found. Elements after that
+            number are 0.
         """
         self._check_key(0, 0, 0, limits)
         gone = self._known(excluded)
@@ -263,7 +264,7 @@ class DeviceCandidates:
         return self._age_of
 
     def _up_to(self, after: int) -> int:
-        """How many rows have sequence numbers up to and including `after`."""
+        """Number of rows with sequence numbers up to and including `after`."""
         if self.sequence is None:
             return min(after, len(self.values))
         return int(torch.count_nonzero(self.sequence <= min(after, 2**63 - 1)))

@@ -94,17 +94,17 @@ _LAST, _GIVEN, _DRAWN = 0, 1, 2  # how a window's last step is found
 
 
 class GatherPlan:
-    """One kind of batch: which fields, which windows, which layout; checked once, launched for every batch.
+    """Fields, windows and layout of one kind of batch: checked once, launched for every batch.
 
     Args:
-        segment: the store's.
-        fields: what is gathered.
+        segment: layout of the store's segment.
+        fields: fields to gather.
         window: steps of a window; 0 for whole rows.
-        pad_left: where missing steps go.
-        packed: windows one behind the other, without padding.
+        pad_left: whether missing steps are padded before the window.
+        packed: windows are packed one after the other, without padding.
 
     Raises:
-        ArgumentError: a conversion that there is not, or a window of 2 GB and more.
+        ArgumentError: an unknown conversion, or a window of 2 GB or more.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class GatherPlan:
             )
 
     def _launches(self, like: torch.Tensor) -> tuple[Launch, Launch, Launch]:
-        """Of the gather, of the look-up of rows, and of the marking of torn ones."""
+        """Launches of the gather, of the look-up of rows, and of the marking of torn rows."""
         if self._made is None:
             order = order_for(like)
             about = {"STATUS_STRIDE": self.segment.status_stride, "BLOCK": BLOCK, "ORDER": order}
@@ -314,7 +314,7 @@ class GatherPlan:
         draw: tuple[int, int, int] | None = None,
         numbers: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Where each window of a packed batch begins, and at last how many steps there are: (k + 1,) int32."""
+        """Offsets of the windows of a packed batch, and the total number of steps at the end: (k + 1,) int32."""
         k = len(rows)
         counts = torch.zeros(k + 1, dtype=torch.int32, device=rows.device)
         seed, step, attempt = draw or (0, 0, 0)

@@ -232,7 +232,7 @@ def gather_rows_kernel(
 
 @triton.jit
 def _content_numbers(segment, row, inside, status_at, STATUS_STRIDE: tl.constexpr):
-    """Of rows (native/segment/segment.h), as they are in memory now."""
+    """Current content numbers of rows (native/segment/segment.h)."""
     about = segment + (status_at + row * STATUS_STRIDE + 16)
     return tl.load(about.to(tl.pointer_type(tl.int64)), mask=inside, other=0, volatile=True)
 

@@ -26,7 +26,7 @@ def reference_gather(
     cu_seqlens: Sequence[int] | None = None,
     clear: bool = True,
 ) -> None:
-    """What `GatherPlan.launch` does, a row at a time, on the CPU."""
+    """Reference of `GatherPlan.launch`: one row at a time, on the CPU."""
     about = plan.segment
     torn = arena[layout.torn : layout.torn + layout.n]
     if clear:
@@ -87,7 +87,7 @@ def reference_count_steps(
     draw: tuple[int, int, int] | None = None,
     numbers: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """What `GatherPlan.count_steps` does."""
+    """Reference of `GatherPlan.count_steps`."""
     counts = [0]
     for i, row in enumerate(rows):
         status = plan.segment.status + row * plan.segment.status_stride

@@ -161,7 +161,7 @@ def arena_batch(
     draw: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> ArenaBatch:
-    """A batch of what is, or will be, in an arena. `absent` names metadata that it has none of."""
+    """A batch over an arena that is filled already, or will be. `absent` names metadata that the batch lacks."""
     made: ArenaBatch = object.__new__(ArenaBatch)
     # The dataclass is frozen, so by the slots themselves.
     _put_arena(made, arena)

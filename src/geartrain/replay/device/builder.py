@@ -64,13 +64,13 @@ class DeviceBatchBuilder:
     """Builds batches on a device; see `BatchBuilder`.
 
     Args:
-        samplers: of each store; their plans are all alike.
+        samplers: one for each store; their plans are all alike.
         selection: the strategy, or the mixture.
         batch_size: rows of a batch.
         options: as `Replay` was given them.
 
     Raises:
-        PinError, ArgumentError: what was asked for by name cannot be had.
+        PinError, ArgumentError: an option that was given by name cannot be used.
     """
 
     update_lag: int | None = None

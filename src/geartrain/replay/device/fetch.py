@@ -93,7 +93,7 @@ def _transfer(targets: Sequence[DeviceTarget], n: int) -> Transfer:
 
 
 def _copied(transfer: Transfer, place: NDArray[Any] | None, keys: Keys, ends: NDArray[np.int32] | None) -> FetchedRows:
-    """What is known of the rows behind keys, once they are in the transfer's memory; without their fields."""
+    """Metadata of the rows behind keys, without their fields, once the rows are in the transfer's memory."""
     n, launched = len(keys), []
     for number, target in enumerate(transfer.targets):
         mine = np.arange(n) if place is None else np.flatnonzero(place == number)
@@ -172,7 +172,7 @@ class FetchTargets:
         self._end(closed)
 
     def close(self) -> None:
-        """Unpins; what a fetch is using it closes itself."""
+        """Unpins. A fetch that still uses a target closes it itself."""
         with self._lock:
             self._closed = True
             kept = [target for _, target in self._kept]

@@ -36,7 +36,7 @@ CROSSOVER_BYTES = 96 << 10
 
 
 def measured_path() -> Path:
-    """Where measured values are kept."""
+    """Path of the file with measured values."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "geartrain" / "crossover.json"
 
 

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 def arrangement(
     transfer: Transfer, source: torch.Tensor, plan: GatherPlan, layout: Arena, mask: NDArray[np.bool_]
 ) -> Callable[[], None]:
-    """What fills a transfer's arena from one of padded rows, as a work for `Device.run`.
+    """Work for `Device.run` that fills a transfer's arena from an arena of padded rows.
 
-    It converts what is not converted, and packs where that was asked for. What it needs of the host is uploaded now.
+    It converts fields that are not converted yet, and packs windows if the batch is packed. This call uploads its host
+    data.
 
     Args:
-        transfer: where to.
-        source, plan, layout: a padded batch on the device, and how it lies there.
+        transfer: the transfer whose arena is filled.
+        source, plan, layout: a padded batch on the device, its plan and its layout.
         mask: (n, steps) of the batch, on the host.
     """
     import torch

@@ -72,7 +72,7 @@ class CopyRule:
         self._lost_us = 0.0
 
     def saved_us(self, draws: int) -> float:
-        """What the draws of a batch take less on the device where the copy is up to date; 0 where they do not."""
+        """Time that the draws of a batch save on the device if the copy is up to date; 0 if they save none."""
         return max(draws * CPU_DRAW_NS / 1e3 - LAUNCHES_US, 0.0)
 
     def on_device(self, draws: int, unchanged: bool) -> bool:

@@ -29,10 +29,10 @@ class PinnedRows(Protocol):
     """A batch in pinned memory, raw and padded.
 
     Attributes:
-        memory: its bytes, of which `nbytes` are to be sent.
-        layout: where everything stands in it.
-        views: of an arena of that layout; None where they are the target's.
-        weighed: the bytes that are sent are all of them, with probabilities and importance weights.
+        memory: bytes of the batch; the first `nbytes` are sent.
+        layout: offsets in this memory.
+        views: views of an arena with this layout; None if they are the target's.
+        weighed: whether the sent bytes are complete, with probabilities and importance weights.
     """
 
     @property
@@ -146,7 +146,7 @@ class StagedTransfer(Transfer):
         self._event = None
 
     def record(self) -> Any:
-        """That of the copy, where nothing was sent after it."""
+        """Event of the copy, if nothing was sent after it."""
         return super().record() if self._event is None else self._event
 
     def views(self) -> ArenaViews:
