@@ -270,7 +270,7 @@ def _verb(windows: Windows | None) -> str:
 def _check_longest(
     ends: NDArray[np.int32] | None, max_length: int | NDArray[np.int64], windows: Windows | None
 ) -> None:
-    """Raises `ArgumentError` unless the windows are told by steps that rows of their stores can have."""
+    """Raises `ArgumentError` if an anchor of the windows is beyond the longest rows of its store."""
     if ends is None:
         return
     bad = np.flatnonzero((ends < 0) | (ends >= max_length))

@@ -143,7 +143,7 @@ class LocalRows:
         return None
 
     def _apply_due(self, later: LaterUpdates[list[PriorityUpdate]], step: int, updates: list[PriorityUpdate]) -> None:
-        """Takes the updates that came with a batch, and applies those that it is drawn with."""
+        """Takes the updates that came with a batch, and applies the updates that are due for its draw."""
         if updates:
             later.keep(step, updates.copy())
             updates.clear()

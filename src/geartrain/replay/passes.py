@@ -84,7 +84,7 @@ class Passes:
         return ShardedDraw(taken.shard, taken.rows, taken.generations, probability, taken.state, steps=steps)
 
     def chosen(self, taken: Taken, *, anew: bool = False) -> Chosen:
-        """The rows as a batch takes them, with the steps that windows of a pass over steps are told by."""
+        """The rows as a batch takes them, with the anchors of windows if the pass is over steps."""
         rows, generations, steps = taken.rows, taken.generations, None
         if self.strategy.over == "steps":
             windows = self.plan.windows

@@ -158,10 +158,11 @@ class Prefetcher(Generic[Item]):
         return self._pid == os.getpid()
 
     def stop(self, timeout_s: float, *, finish: bool = False, awaited_s: float | None = None) -> list[Any]:
-        """Ends the thread: after the item it is at, or, with `finish`, after all that was asked for.
+        """Ends the thread after its current item or, with `finish`, after all requested items.
 
-        Returns the orders of items that were not made; drops those that were. A thread stuck in a strategy that never
-        returns is left behind; it ends when it comes back. So is, after `awaited_s`, one for whose item a `get` waits.
+        Returns the orders of items that were not made, and drops the items that were. A thread that is stuck in a
+        strategy is left behind, and ends when it comes back. After `awaited_s` the thread is also left behind if a
+        `get` still waits for its item.
         """
         if not self.is_mine():
             return []

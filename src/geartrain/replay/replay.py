@@ -406,7 +406,7 @@ class Replay:
         }
 
     def _identities(self) -> dict[str, list[str]]:
-        """What the stores are known by, in their order. Names may differ between ranks, which save one state."""
+        """Identities of the stores, in their order. Names may differ between ranks, which save one state."""
         found = {"stores": [f"{store:016x}" for store in self._builder.store_ids]}
         return found if self._of_job else {**found, "names": [store.name for store in self.stores]}
 

@@ -62,7 +62,7 @@ def alpha_at(strategy: Strategy, step: int) -> float:
 
 
 class PriorityCopy(Protocol):
-    """A copy of a store's priorities that somebody keeps, such as a device; see `StoreSampler.change_priorities`."""
+    """A copy of a store's priorities, for example on a device; see `StoreSampler.change_priorities`."""
 
     def change(self, rows: NDArray[np.uint32], change: Callable[[], int]) -> int:
         """Calls `change`, which sets priorities of these rows and returns how many of them were gone; so does this."""
@@ -250,7 +250,7 @@ class StoreSampler(StoreWaits):
         into: _native.SampledBatch | None,
         first: int,
     ) -> tuple[_native.SampledBatch, dict[str, int]]:
-        """What `sample` returns, of what a native call did."""
+        """Turns the result of a native call into the result of `sample`."""
         batch, cursor, redrawn, count = result
         self.redrawn += redrawn
         batch = batch if into is None else into
@@ -275,7 +275,7 @@ class StoreSampler(StoreWaits):
             self.draws_natively, self._asks_shards = False, True
 
     def _select_shards(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
-        """What a strategy's own code for many shards chooses from this one."""
+        """The rows that a strategy's own code for many shards chooses from this one."""
         if redraw is not None:
             return self.draw(n, step, state, redraw)
         strategy: Any = self.strategy
@@ -298,7 +298,7 @@ class StoreSampler(StoreWaits):
             batch.set_importance(first, weights)
 
     def change_priorities(self, rows: NDArray[np.uint32], change: Callable[[], int]) -> int:
-        """Calls `change`, which sets priorities of these rows; returns what it does, how many of them were gone."""
+        """Calls `change`, which sets priorities of these rows. Returns its result: how many of the rows were gone."""
         if self.priority_copy is None:
             return change()
         there = np.where(rows < self.plan.store.capacity, rows, np.uint32(0))  # others are stale
@@ -328,7 +328,7 @@ class StoreSampler(StoreWaits):
 
     @property
     def callbacks(self) -> list[str]:
-        """What a batch asks of Python code, by name: of the strategy's, and of functions that the user gave."""
+        """The parts of a batch that Python is called for, by name: those of the strategy and of user functions."""
         strategy, name = type(self.strategy), type(self.strategy).__name__
         found = []
         if self.passes is not None:
@@ -372,7 +372,7 @@ class StoreSampler(StoreWaits):
 
     @functools.cached_property
     def batch_sampler(self) -> _native.BatchSampler:
-        """What draws, places, copies and redraws natively."""
+        """The native sampler, which draws, places, copies and redraws."""
         return self._sampler_of(self.plan.numbers)
 
     @functools.cached_property
@@ -431,7 +431,7 @@ class StoreSampler(StoreWaits):
         self.redrawn += int(count)
 
     def draw(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
-        """What the strategy chooses from this store, repaired first where its sums are at odds with its rows."""
+        """The rows that the strategy chooses. Repairs the store first if its sums do not match its rows."""
         store = self.plan.store
         drawn = self._select(n, step, state, redraw)
         if drawn.failed and not store.read_only:
@@ -492,9 +492,9 @@ class StoreSampler(StoreWaits):
         return windows.ask(keys, lengths, random)
 
     def anchors(self, rows: NDArray[np.uint32], steps: NDArray[np.uint32]) -> NDArray[np.uint32] | None:
-        """The steps that windows of rows are told by, whose steps were drawn with them; None for whole rows.
+        """The anchors of windows of rows whose steps were drawn with them; None for whole rows.
 
-        Of transitions they are the drawn steps themselves. Rows that are unknown (NO_ROW) have 0.
+        For transitions the anchors are the drawn steps. Unknown rows (NO_ROW) have 0.
         """
         windows = self.plan.windows
         if windows is None:
@@ -521,7 +521,7 @@ class StoreSampler(StoreWaits):
         return ends.astype(np.uint32)
 
     def count_samples(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        """Counts the draws; False where somebody else drew the row's last allowed sample first."""
+        """Counts the draws. Returns False for each row whose last allowed sample was drawn elsewhere first."""
         taken = self.plan.store.native.count_samples(rows, generations)
         return taken != 0 if self.limited else np.ones(len(rows), bool)
 

@@ -76,17 +76,17 @@ class BatchAssembler(Protocol):
         ...
 
     def targets_of(self, wanted: Callable[[], Sequence[tuple[int, FetchPlan, int]]]) -> list[Target] | None:
-        """Where native code reads the rows of each (rank, plan, rows); None: into messages in host memory."""
+        """Targets that native code reads the rows of each (rank, plan, rows) into; None for messages in host memory."""
         ...
 
     def exchange(self, agreement: ReadAgreement, reader: RankReader, read: _native.RankRead, mine: Any) -> int:
         """Sends rows to other ranks and puts incoming rows into this rank's batch. Collective.
 
         Args:
-            agreement: exchanges messages; raises where a rank has lost rows.
-            reader: has read the rows.
-            read: what it has read, and what is to come.
-            mine: the buffer of this rank's batch; None where it gets no rows.
+            agreement: exchanges messages; raises if a rank has lost rows.
+            reader: the reader that has read the rows.
+            read: the rows that it has read, and the rows to receive.
+            mine: the buffer of this rank's batch; None if it gets no rows.
 
         Returns:
             Bytes of the fields received.

@@ -80,9 +80,9 @@ def _descending(priorities: Floats) -> NDArray[np.intp]:
 
 
 def _missing(amount: Floats, share: Floats, coming: float) -> Floats:
-    """What each shard should get of an amount that is dealt, to have its share in the end.
+    """Amount that each shard should get of a dealt amount, to reach its share in the end.
 
-    A shard that has too much already gets nothing; the others get as near to their shares as possible.
+    A shard that has too much already gets nothing. The others get as near to their shares as possible.
     """
     level = 0.0  # each shard is filled up to its share of this
     readers = np.flatnonzero(share)

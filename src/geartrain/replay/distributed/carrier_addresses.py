@@ -109,7 +109,7 @@ def open_carrier(
 
 
 def _listener_of(store: Any, key: bytes, refuse: str | None, with_nixl: bool) -> tuple[Listener | None, str]:
-    """This rank's listener, where it can have one, and what it publishes: its address, or why there is none."""
+    """This rank's listener, if it can have one, and its entry in the store: its address, or why there is none."""
     tls = any(os.environ.get(name) for name in VARIABLES)
     if with_nixl:
         from geartrain.transport.nixl import why_not
@@ -169,8 +169,11 @@ def _wait_for(store: Any, names: list[str], until_s: float) -> None:
 
 
 def _listening_host(store: Any) -> str:
-    """The address to listen on: of the interface that Gloo is told to use, or of the one that leads to the job's store;
-    every interface where neither says. Raises `ArgumentError` where the interface has no IPv4 address."""
+    """The address to listen on.
+
+    It is the address of the interface that Gloo is configured to use, or of the interface that leads to the job's
+    store. If neither is known, it is every interface. Raises `ArgumentError` if the interface has no IPv4 address.
+    """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if name:
         try:

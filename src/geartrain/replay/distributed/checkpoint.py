@@ -354,7 +354,7 @@ def _load(
 
 
 class _ShardLoad:
-    """One rank's part in loading a step: its store, and what it takes to undo that."""
+    """One rank's part in loading a step: its store, and the data needed to undo the load."""
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ Steps = dict[tuple[int, str], StepRecord]
 
 
 def scan_steps(root: Path) -> tuple[Steps, list[str]]:
-    """The records on this disk, and error texts of those that cannot be used."""
+    """The records on this disk, and error texts of the records that cannot be used."""
     steps: Steps = {}
     damaged: list[str] = []
     for place in step_paths(root):

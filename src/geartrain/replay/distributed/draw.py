@@ -70,13 +70,13 @@ def common_errors(body: Callable[[], T]) -> T:
 
 
 class ShardTotals(NamedTuple):
-    """What all ranks know of the shards before they draw.
+    """Data about the shards that all ranks have before they draw.
 
     Attributes:
         counts: selectable rows of each store, over all its shards.
         state: the strategies' state, with the sequence numbers that redraws have used.
-        totals: for each store (shards,) uint64, where draws begin with its shards' totals; None elsewhere.
-        offers: for each store the first rows of its shards, where draws begin with these; None elsewhere.
+        totals: for each store (shards,) uint64, if its draws begin with its shards' totals; else None.
+        offers: for each store the first rows of its shards, if its draws begin with these; else None.
     """
 
     counts: list[int]
@@ -148,7 +148,7 @@ class ShardedSampler:
         )
 
     def exchange_of(self, *, idle: bool) -> _native.RankExchange:
-        """What native code exchanges messages with other ranks by. It refers to this object, which must not keep it.
+        """The native exchange of messages with other ranks. It refers to this object, which must not keep it.
 
         Args:
             idle: no row ever moves between ranks.
@@ -192,7 +192,7 @@ class ShardedSampler:
         ]
 
     def change_at(self, step: int) -> Callable[[int, NDArray[np.float64]], NDArray[np.float64]] | None:
-        """What makes of priorities that are updated before a step those that are stored; None: their absolute value."""
+        """The function that turns priorities updated before a step into stored ones; None for their absolute value."""
         return functools.partial(self._change, step) if self._raises else None
 
     def _change(self, step: int, number: int, priorities: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -258,7 +258,7 @@ class ShardedSampler:
         return ShardTotals(counts, state, totals, offers)
 
     def check_count(self, number: int, count: int) -> None:
-        """Raises `TooFewRowsError` where so many selectable rows of a store, on all ranks together, are too few."""
+        """Raises `TooFewRowsError` if a store has too few selectable rows on all ranks together."""
         sampler = self.samplers[number]
         if count < sampler.min_rows:
             name = sampler.plan.store.name
@@ -399,7 +399,7 @@ class ShardedSampler:
         quotas: Sequence[int],
         exchange: _native.RankExchange,
     ) -> DrawnBatch:
-        """Steps 1 to 3: the batch of a step, so many rows of each store; see `gather_totals` and `draw`."""
+        """Steps 1 to 3: draws the batch of a step, `quotas` rows of each store; see `gather_totals` and `draw`."""
         known = self.gather_totals(step, state, updates, quotas, exchange)
         found = [self.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
         after = [old if each is None else each.state for old, each in zip(known.state, found, strict=True)]

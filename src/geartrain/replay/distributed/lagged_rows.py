@@ -144,7 +144,7 @@ class LaggedRows(RankRows):
         return begun
 
     def ready(self, started: _Begun) -> bool:
-        """Whether all ranks have sent what this one needs to finish a batch; waits a little for their rows."""
+        """Whether all ranks have sent the messages that finish this batch. Waits a little for their rows."""
         if started.built is None:
             with self.together:
                 self._read(started)
@@ -273,7 +273,7 @@ class LaggedRows(RankRows):
         super().rewind()
 
     def close(self) -> None:
-        """What other ranks have yet to receive is sent before."""
+        """Before it closes, sends the messages that other ranks have yet to receive."""
         try:
             self._rounds.flush()
         finally:

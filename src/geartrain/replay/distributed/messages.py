@@ -39,7 +39,7 @@ SHARD_STATUS: np.dtype[Any] = np.dtype(_RECORDS["shard_status"])
 
 
 def rank_status(stores: int) -> np.dtype[Any]:
-    """The record of a rank in the all-gather that begins every batch, for a job of so many stores."""
+    """The record of a rank in the all-gather that begins every batch, for a job with this number of stores."""
     return np.dtype([*np.dtype(_RECORDS["rank_status"]).descr, ("stores", SHARD_STATUS, (stores,))])
 
 

@@ -75,7 +75,7 @@ class NixlCarrier(TransportCarrier):
                     buffer.abandon()
 
     def peers(self) -> dict[str, int]:
-        """ "nixl" counts those that large messages have been written to, or came from, so far."""
+        """The entry "nixl" counts the ranks that this one has exchanged large messages with so far."""
         found = super().peers()
         if self._links:
             found["tcp"] -= len(self._links)

@@ -222,8 +222,10 @@ class RankReader:
 
     @property
     def callbacks(self) -> list[str]:
-        """What a batch asks of Python code, by name: the draws that need more of other shards than totals, and what
-        `StoreSampler.callbacks` names."""
+        """The parts of a batch that Python code is called for, by name.
+
+        These are the entries of `StoreSampler.callbacks`, and draws that need more of other shards than totals.
+        """
         found = [name for sampler in self.samplers for name in sampler.callbacks]
         return found if self.by_totals else ["select_shards", *found]
 
@@ -272,13 +274,13 @@ class RankReader:
     def build(
         self, step: int, updates: list[PriorityUpdate], quotas: Sequence[int]
     ) -> tuple[_native.SampledBatch, _native.RankRead]:
-        """Agrees, draws so many rows of each store and reads; tells the outcome too, where no row ever moves.
+        """Agrees, draws the given number of rows of each store, and reads them, in one native call.
 
-        All of it is one native call.
+        If no row ever moves, the call also sends the outcome.
 
         Raises:
             RanksDisagreeError: a rank has another configuration or is at another step.
-            CommonError: there is nothing to draw, or too little.
+            CommonError: there are no rows to draw, or too few.
             PeerLostError: a rank is lost.
         """
         agreed = self._agreed

@@ -277,7 +277,7 @@ class RankRows:
         return self.assembler.buffer(self.reader, self._plans[0][me.fields], rows) if rows else None
 
     def _targets(self, outgoing: Callable[[], list[tuple[int, int]]]) -> Any:
-        """Where rows for other ranks, (rank, rows) each, are read; None where their messages are in host memory."""
+        """Targets for the rows of other ranks, each (rank, rows); None if their messages are in host memory."""
         fields = {consumer.rank: consumer.fields for consumer in self.members.consumers}
         return self.assembler.targets_of(
             lambda: [(rank, self._plans[0][fields[rank]], rows) for rank, rows in outgoing()]
@@ -291,14 +291,14 @@ class RankRows:
         agreement: ReadAgreement | None,
         step: int,
     ) -> tuple[Batch, Callable[[], None]]:
-        """The batch of this rank, whose rows are all there, and step 7, that of its tensor-parallel peers.
+        """The batch of this rank, whose rows are complete, and step 7: the copies for its tensor-parallel peers.
 
         Args:
-            mine: the buffer of this rank's batch; None where it has read no rows for itself.
-            read: what it has read.
+            mine: the buffer of this rank's batch; None if it has read no rows for itself.
+            read: the rows that it has read.
             counts: selectable rows of each store.
-            agreement: of all ranks on what they have read; None where they have told already.
-            step: of the batch.
+            agreement: of all ranks on their reads; None if they have exchanged the outcomes already.
+            step: step of the batch.
         """
         me, weights = self._mine, None
         if self._has_importance and mine is not None:

@@ -25,7 +25,7 @@ class RowsLostError(CommonError):
 
 
 class ReadOutcome(NamedTuple):
-    """What a rank found when it read: the lowest probability of each store; and the error where a shard was empty."""
+    """Outcome of a rank's read: the lowest probability of each store, and the error if a shard was empty."""
 
     lowest: list[float]
     failed: EmptyStoreError | None
@@ -54,7 +54,7 @@ class ReadAgreement:
 
     @property
     def told(self) -> NDArray[Any]:
-        """What this rank tells all others: whether it has lost rows, and its lowest probabilities where wanted."""
+        """The message to all others: whether this rank has lost rows, and its lowest probabilities if wanted."""
         failed, lowest = self._outcome.failed is not None, self._outcome.lowest
         return np.array([failed, *lowest] if self._with_lowest else [failed])
 

@@ -184,7 +184,7 @@ class SavedShard(ABC):
         return {"id": self._record["id"], "shard": list(self._shard), "cut": [how.together, how.capacity]}
 
     def close(self) -> None:
-        """Lets what was opened be removed."""
+        """Releases the opened files, so that they can be removed."""
         for source in self._opened:
             source.close()
 

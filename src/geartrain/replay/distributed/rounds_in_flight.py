@@ -135,7 +135,7 @@ class TransportRounds:
 
 
 class _Early:
-    """What has come of a round, and since when it has been waited for."""
+    """The messages of a round that have arrived, and since when the round has been waited for."""
 
     def __init__(self) -> None:
         self.since_s = time.monotonic()

@@ -27,16 +27,16 @@ _NONE_EXPECTED = (
 
 
 def wait_for_rows(few: TooFewRowsError, samplers: Sequence[StoreSampler], members: Members) -> None:
-    """Waits a moment, after which all ranks are to count again. Collective, on all ranks that have counted too few.
+    """Waits a moment, after which all ranks count again. Collective, on all ranks that have counted too few rows.
 
     Args:
-        few: what they have found.
-        samplers: of this rank's shards; the deadline is theirs.
+        few: the error with the count.
+        samplers: samplers of this rank's shards, which have the deadline.
         members: the ranks.
 
     Raises:
-        CommonError: on all ranks alike: no rank expects writers (`NotEnoughRowsError`), or one has waited for its
-            `timeout_s` (`WaitTimeoutError`), or closes its replay (`CallCancelledError`).
+        CommonError: on all ranks, if no rank expects writers (`NotEnoughRowsError`), or if one has waited for its
+            `timeout_s` (`WaitTimeoutError`) or closes its replay (`CallCancelledError`).
     """
     sampler, rank = samplers[few.store], members.group.rank
     writers = sampler.plan.store.writers

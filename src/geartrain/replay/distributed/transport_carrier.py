@@ -151,7 +151,7 @@ class TransportCarrier:
             return {peer for peer, each in self.connections.items() if each.native.found_lost()}
 
     def close(self, reason: str = "") -> None:
-        """The reason is told to all that are connected: the store may go before they ask it."""
+        """Sends the reason to all connected ranks, because the store may be gone before they read it."""
         with self._lock:
             closed, self.closed = self.closed, True
             connections = list(self.connections.values())
@@ -181,7 +181,7 @@ class TransportCarrier:
             at += into.size
 
     def _may_wait(self, peer: int, nbytes: int) -> bool:
-        """Whether a send of so many bytes may wait for the peer to receive."""
+        """Whether a send of this many bytes may wait for the peer to receive."""
         return nbytes > INLINE_BYTES and self.connections[peer].transport == "tcp"
 
     def _send_all(self, number: int, outgoing: Sequence[tuple[int, list[Bytes]]], until_s: float) -> None:
@@ -234,7 +234,7 @@ class TransportCarrier:
         return True
 
     def error_of_round(self, error: GeartrainError) -> CarrierError:
-        """What it means that the group's rounds have failed with this error. Raises the error where they have not."""
+        """The `CarrierError` for an error of the group's rounds. Raises the error itself if they have not failed."""
         failure = self.rounds.failure
         if failure is None:
             raise error
