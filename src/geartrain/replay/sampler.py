@@ -464,12 +464,12 @@ class StoreSampler(StoreWaits):
         generations: NDArray[np.uint32],
         steps: NDArray[np.uint32] | None = None,
     ) -> NDArray[np.int32] | None:
-        """The step that each draw's window is told by, its last one unless the windows say else; None for whole rows.
-        Of transitions, theirs.
+        """The anchor of each draw's window, by default its last step; None for whole rows.
 
-        With `steps`, which were drawn with the rows, it is theirs: steps drawn by their priorities, or the numbers that
-        windows have within their rows, of a pass or of a draw over steps of rows of several episodes. A row that was
-        replaced since it was drawn may be told one that it does not have; whoever reads it finds it torn.
+        For transitions the anchors are their steps. If `steps` were drawn with the rows, the anchors follow from them.
+        `steps` are steps drawn by their priorities, or the numbers of windows within their rows. Such numbers come from
+        a pass, or from a draw over steps of rows of several episodes. If a row was replaced since its
+        draw, its anchor may be beyond its end; the read then finds the row torn.
         """
         windows = self.plan.windows
         if windows is None:

@@ -1,4 +1,4 @@
-"""Checks of a kernel's arguments before its launch."""
+"""Checks of a kernel's arguments before its launch, and helpers for launches."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ destination. They go to device memory, and are as wide as the field's step allow
 multiple of 16, else 8, 4, 2 or 1.
 
 Torn rows. A row is torn if a writer overwrote it during the gather. Like native/fetch/fetch.cc, the GPU reads each
-row's word once before and once after its blocks. Separate launches do it. If each slot read the word again, hundreds of
-programs would read one address at a time, and the link would answer them one after the other. Measured on an H100, that
-gave 0.7 to 16 of 55 GB/s.
+row's word once before and once after its blocks, in separate launches. If each slot read the word again, hundreds of
+programs would read one address at a time. The link answers such reads one after the other, which gave 0.7 to 16 of 55
+GB/s on an H100.
 
     1  look up    w = ld.acquire.sys(word)     the generation must be the key's
     2             length                       after it, ld.volatile
@@ -58,9 +58,9 @@ Rows that are rewritten in place (Store::rewrite) keep their generation and chan
 row could hold different states of it. So the first launch reads the content numbers, and the last one compares them. A
 row whose number was odd or has changed is torn, and drawn again.
 
-Bytes: the window once over the link, and 128 bytes of words and metadata a row, twice. On an H100 (PCIe 5, copy engine
-54.7 GB/s) whole rows of 4, 20, 100 and 1,000 KB move at 38, 42, 45 and 45 GB/s in batches of 50 MB. A multiprocessor's
-requests are 128 bytes each; those of a copy engine are larger.
+Bytes: the window once over the link, and 128 bytes of words and metadata a row, twice. Measured on an H100 (PCIe 5,
+copy engine 54.7 GB/s) in batches of 50 MB: whole rows of 4, 20, 100 and 1,000 KB move at 38, 42, 45 and 45 GB/s. The
+copy engine is faster because its requests are larger than the 128 bytes of a multiprocessor's request.
 """
 
 from __future__ import annotations

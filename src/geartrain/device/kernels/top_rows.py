@@ -6,8 +6,8 @@ Each row gets a distinct key of 63 bits. The first row has the largest key:
     oldest     2^31 - 1 - age
     newest     age                                   -1: not to be chosen
 
-One pass finds the best key of each tile of 256 rows. The first k rows lie in the k tiles with the best such keys,
-because each of these k keys beats any key of another tile. So three steps find them:
+One pass finds the best key of each tile of 256 rows. The first k rows lie in the k tiles with the best such keys.
+Each of these k keys beats any key of another tile. So three steps find the rows:
 
 1. torch.topk picks the k tiles among n / 256 keys.
 2. A second kernel computes the 256 k keys of these tiles.
@@ -15,7 +15,12 @@ because each of these k keys beats any key of another tile. So three steps find 
 
 The bound holds for any priorities, even if all are equal.
 
-Bytes: 4 N for the heaviest (1 N more for selectable bits, 4 N for ages); 12 N / 256; then about 7 KB a row asked for.
+Bytes:
+
+- 4 N for the heaviest, 1 N more for selectable bits, 4 N for ages,
+- 12 N / 256 for the keys of tiles,
+- about 7 KB for each requested row.
+
 One torch.topk over the keys of all rows would write 8 N bytes and read several times that. No GPU has timed this yet.
 """
 

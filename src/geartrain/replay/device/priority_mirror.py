@@ -11,8 +11,13 @@ Two kinds of changes reach the copy:
 - Priorities that this process updates: the updated rows and their values in the store are sent.
 - Changes by others: the store's counters and the sum of all priorities reveal them, and all words are copied again.
 
-Cost per batch if others have changed the store: 8.1 bytes a row over the link, two passes over the priorities in device
-memory, and one wait of the prefetch thread for the sum of all priorities. A store that does not change is copied once
+Cost per batch if others have changed the store:
+
+- 8.1 bytes a row over the link,
+- two passes over the priorities in device memory,
+- one wait of the prefetch thread for the sum of all priorities.
+
+A store that does not change is copied once
 (`CopyRule`). So is a store that only this process updates, plus 12 bytes for each updated row.
 """
 

@@ -15,8 +15,8 @@ the draws follow from the shards' totals. Then steps 1 to 5 are one call, and so
 strategies draw in draw.py. The assembler runs step 6: into host memory, through it into a GPU's memory, or from GPU to
 GPU.
 
-No rank requests a row, because both ends know which rows move. If a row is overwritten between steps 3 and 5, the rank
-that reads it redraws it from the same shard, and no other rank has to know. If that shard has no other row, all ranks
+No rank requests a row, because both ends know which rows move. If a row is overwritten between steps 3 and 5, its
+reader redraws it from the same shard. No other rank has to know. If that shard has no other row, all ranks
 learn it in step 6 and draw the batch again (read_agreement.py). A rank that fails aborts the group, and every other
 rank raises `PeerLostError`.
 """
