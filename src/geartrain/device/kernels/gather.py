@@ -59,8 +59,8 @@ row could hold different states of it. So the first launch reads the content num
 row whose number was odd or has changed is torn, and drawn again.
 
 Bytes: the window once over the link, and 128 bytes of words and metadata a row, twice. Measured on an H100 (PCIe 5,
-copy engine 54.7 GB/s) in batches of 50 MB: whole rows of 4, 20, 100 and 1,000 KB move at 38, 42, 45 and 45 GB/s. The
-copy engine is faster because its requests are larger than the 128 bytes of a multiprocessor's request.
+copy engine 54.7 GB/s) in batches of 50 MB: whole rows of 4, 20, 100 and 1,000 KB move at 38, 42, 45 and 45 GB/s. A
+multiprocessor's requests are 128 bytes each; those of a copy engine are larger.
 """
 
 from __future__ import annotations
