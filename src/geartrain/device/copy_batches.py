@@ -1,17 +1,21 @@
-"""Copy batches: many pieces of pinned host memory copied to a GPU by its copy engines, given to it in one call.
+"""Copies many pieces of pinned host memory to a GPU by its copy engines, in one driver call.
 
     batches = CopyBatches(ctypes.CDLL("libcuda.so.1"))
     batches.submit(targets, sources, sizes, stream)
 
-The driver has `cuMemcpyBatchAsync` in two forms: that of CUDA 12.8, which also tells which piece failed, and since CUDA
-13 `cuMemcpyBatchAsync_v2` without that. Both take the same attributes; the newer form is taken where there are both. An
-older driver gets one `cuMemcpyHtoDAsync` for each piece.
+The driver's version decides which call is used, the newest one first:
 
-Attributes are the same for all pieces. Sources are read in the order of the stream: what the host wrote before the call
-is copied, and pieces whose event has come are not read again. The driver is asked to prefer what overlaps with kernels:
-copy engines, no multiprocessors.
+- CUDA 13: `cuMemcpyBatchAsync_v2`.
+- CUDA 12.8: `cuMemcpyBatchAsync`, which also reports the piece that failed.
+- older: one `cuMemcpyHtoDAsync` for each piece.
 
-Cost: about a microsecond a piece on the engine, and one call.
+Both batch calls take the same attributes, and all pieces share them. The attributes ask for two things:
+
+- Sources are read in stream order. The copies see everything that the host wrote before the call. Once the event of a
+  piece has completed, its source is not read again.
+- The driver should prefer a copy that overlaps with kernels: copy engines, no multiprocessors.
+
+Cost: one call, and about a microsecond a piece on the copy engine.
 """
 
 from __future__ import annotations

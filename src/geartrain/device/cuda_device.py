@@ -1,4 +1,4 @@
-"""CUDA device: `geartrain.device.device.Device` by torch.cuda."""
+"""`CudaDevice`: implements `geartrain.device.device.Device` with torch.cuda."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class CudaDevice:
         return self._cuda.Stream(self.device)
 
     def current_stream(self) -> Any:
-        """Of the calling thread. One object for each stream: torch makes one for each call, slowly."""
+        """Current stream of the calling thread. Keeps one object per stream; torch creates one per call, slowly."""
         raw = self._known._cuda_getCurrentRawStream(self.index)
         found = self._streams.get(raw)
         if found is None:

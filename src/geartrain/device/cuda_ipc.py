@@ -1,27 +1,30 @@
-"""CUDA IPC transfers between GPUs of one host: the sender writes into buffers that the receiver leases to it.
+"""CUDA IPC transfers between GPUs of one host: the receiver leases buffers, and the sender writes into them.
 
     slot = receiver.lease(nbytes, device=0)        # the receiver's memory; slot.descriptor goes to the sender
     token = sender.push(1, descriptor, tensors)    # queues copies from cuda:1; the token goes back
     tensors = receiver.take(slot, token, forms)    # queues copies into tensors of the receiver's own
 
-The host never waits. Each slot has two events, each recorded by the process that owns it:
+The host never waits. Each slot has two events, and each event is recorded by the process that owns it:
 
     sender's stream:     wait(free)  copy, copy, ...  record(written)
     receiver's stream:   wait(written)  copy out  record(free)        then the slot may be leased again
 
-Slots are exported, tensors never: a handle covers a whole allocation, in which torch's allocator keeps unrelated
-tensors, and with expandable segments there is no handle at all. So the sender may change its tensor as soon as `push`
-returns (its later work is queued behind the copies), the receiver gets an ordinary torch tensor, and neither depends on
-the lifetime of the other. The price is one copy within the receiver's GPU.
+Only slots are exported, never tensors. An IPC handle covers a whole allocation, in which torch's allocator also keeps
+unrelated tensors. With expandable segments there is no handle at all. Slots cost one extra copy within the receiver's
+GPU, and have three benefits:
 
-CUDA requires an allocation to be closed by the process that opened it before it is freed. So slots that are not leased
-again are `retired`: the next descriptor lists them, the sender closes them before it pushes, and they are freed when
-those tensors are taken. At the end of the connection each side closes or frees what it has; a process that died has
-nothing open.
+- The sender may change its tensor as soon as `push` returns, because its later work is queued after the copies.
+- The receiver gets an ordinary torch tensor.
+- Neither tensor depends on the lifetime of the other.
 
-Whether two GPUs can do this is tested, not deduced: `geartrain.rpc` sends a few random bytes and compares what arrives.
-Pids, host names and boot ids are never compared. Two ends in one process cannot open each other's handles; the driver
-reports that.
+CUDA requires the process that opened an allocation to close it before its owner frees it. So a slot that will not be
+leased again is `retired`. The next descriptor lists the retired slots, and the sender closes them before it pushes. The
+receiver frees them when it takes these tensors. At the end of the connection each side closes or frees what it has. A
+process that died has nothing open.
+
+Whether two GPUs support this is tested at runtime: `geartrain.rpc` sends a few random bytes and compares them on
+arrival. It never compares pids, host names or boot ids. Two ends in one process cannot open each other's handles; the
+driver reports that.
 """
 
 from __future__ import annotations
@@ -113,7 +116,7 @@ class IpcReceiver:
         self._closed = False
 
     def lease(self, nbytes: int, device: int) -> IpcSlot:
-        """A slot of at least so many bytes. Raises `BusyError`; `TransportError` when there is no memory."""
+        """Leases a slot of at least this many bytes. Raises `BusyError`, or `TransportError` if there is no memory."""
         size = max(1, -(-nbytes // BLOCK)) * BLOCK
         with self._lock:
             self._check_open()

@@ -1,8 +1,8 @@
-"""CUDA runtime: the devices of this process, CUDA IPC memory and events, and transfers of torch tensors.
+"""`CudaRuntime`: the devices of this process, CUDA IPC memory and events, and transfers of torch tensors.
 
-torch.cuda has streams, events and tensors; the runtime calls it does not expose (cudaMalloc, cudaIpc*, cudaMemcpyAsync)
-are made by ctypes, in the runtime library that torch has loaded. Work is ordered by the current stream of the calling
-thread, and the host waits for it only where a docstring says so.
+torch.cuda provides streams, events and tensors. It does not expose cudaMalloc, cudaIpc* and cudaMemcpyAsync. This file
+calls them through ctypes, in the runtime library that torch has loaded. Work is queued on the calling thread's current
+stream. The host waits for it only if a docstring says so.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CudaRuntime:
         return found
 
     def device_of(self, value: object) -> int | None:
-        """Of a dense tensor or parameter on a GPU."""
+        """Device of a dense tensor or parameter on a GPU."""
         torch = sys.modules.get("torch")
         if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter):
             return None

@@ -1,15 +1,15 @@
-"""Device protocol: streams, events, asynchronous copies, pinned memory and CUDA IPC handles of an accelerator.
+"""Protocols of an accelerator: streams, events, asynchronous copies, pinned memory and CUDA IPC handles.
 
     Device          one device: used by batches (geartrain.replay), and staging of all-reduces (geartrain.collectives)
     IpcDevice       a device whose memory and events other processes can open
     DeviceRuntime   the devices of this process, and the tensors on them (geartrain.rpc)
 
 `geartrain.device.cuda_device.CudaDevice` and `geartrain.device.cuda_runtime.CudaRuntime` implement them by torch.cuda
-and the CUDA runtime; `geartrain.tools.testing.SimulatedDevice` and `SimulatedRuntime` on a CPU, with streams that lag
-behind, so that the order of work is tested without a GPU.
+and the CUDA runtime. `geartrain.tools.testing.SimulatedDevice` and `SimulatedRuntime` implement them on a CPU. The
+simulated streams lag behind the host, so tests can check the order of work without a GPU.
 
-A *stream* runs its work in order; an *event* is a point in it. Every thread has a current stream. Calls return at once
-but for `sync`.
+A *stream* runs its work in order. An *event* is a point in a stream. Every thread has a current stream. All calls
+except `sync` return at once.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Device(Protocol):
         ...
 
     def done(self, event: Any) -> bool:
-        """Whether what the event has recorded is complete."""
+        """Whether all work before the event has completed."""
         ...
 
     def sync(self, event: Any, timeout_s: float | None = None) -> None:

@@ -1,10 +1,12 @@
-"""All-to-all of device memory between ranks, by a torch process group: NCCL on the consumer's current stream.
+"""All-to-all of device memory between ranks, by NCCL on the consumer's current stream.
 
-All replays of a job share one group. NCCL requires that a program does not use two communicators of one GPU at the same
-time, nor from several threads, nor in different orders on different ranks: a collective that occupies multiprocessors
-of one rank while it waits for another rank, where other work occupies them, waits forever. So the prefetching thread
-does not run the exchange. The consumer's thread queues it as it takes a batch, on the stream of the model's work,
-behind the collectives that this stream has waited for (docs/decisions/013-nccl-on-the-consumers-stream.md).
+All replays of a job share one torch process group. NCCL forbids three uses of two communicators on one GPU: at the same
+time, from several threads, or in different orders on different ranks. Otherwise the job can deadlock. A collective that
+waits for another rank occupies multiprocessors, and other work may occupy those of the other rank.
+
+So the prefetch thread does not run the exchange. The consumer's thread queues it when it takes a batch. It goes to the
+stream of the model's work, after the collectives that this stream has waited for
+(docs/decisions/013-nccl-on-the-consumers-stream.md).
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""Pinned memory: shared segments registered with a GPU in place (cudaHostRegister), within one limit for the host.
+"""Pins shared segments in place for a GPU (cudaHostRegister), within one limit for the whole host.
 
-CUDA registers memory per process: each process whose GPU reads a segment registers its own mapping of it, which takes
-time proportional to its size (page tables) and no memory. The pages are the host's, the same ones whether pinned once
-or eight times. So registrations belong to processes, and the limit to the host: it counts each segment once, however
-many processes have it registered, until the last of them is gone.
+CUDA registers memory per process. Each process whose GPU reads a segment registers its own mapping of it. Registering
+takes time in proportion to the size (page tables), but no memory. The pages belong to the host, and are the same ones
+whether pinned once or eight times. So the limit counts each segment once, however many processes have registered it. A
+segment counts until the last of these processes is gone.
 
-The ledger is a directory beside the segments (/dev/shm, or GEARTRAIN_DIR), one a user and for that user alone, with a
-file for each registration, named after the segment's inode:
+A ledger records the registrations. It is a private directory of the user, next to the segments (/dev/shm, or
+GEARTRAIN_DIR). It has a file for each registration, named after the segment's inode:
 
     <device>-<inode>.<pid>.<number>    JSON: bytes, limit_bytes, path; locked by the process as long as it lives
 
-The kernel releases the lock when its process dies; the next reader of the ledger removes such files. The limit in force
-is the smallest of the limits of all live registrations. The default is half of the memory that this process may use;
-GEARTRAIN_PIN_LIMIT_GB or an argument overrides it.
+The kernel releases the lock when the process dies. The next reader of the ledger removes such files.
+
+The limit in force is the smallest limit of all live registrations. The default is half of the memory that this process
+may use. GEARTRAIN_PIN_LIMIT_GB or an argument overrides it.
 """
 
 from __future__ import annotations
@@ -98,10 +99,10 @@ def default_limit() -> int:
 
 
 class Ledger:
-    """Registrations of all processes of this host.
+    """Registrations of pinned memory by all processes of this host.
 
     Args:
-        directory: of its files; by default one a host and user, beside the segments.
+        directory: directory of the ledger's files; by default one per host and user, next to the segments.
     """
 
     def __init__(self, directory: Path | None = None) -> None:

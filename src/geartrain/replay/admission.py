@@ -1,4 +1,7 @@
-"""Admission of a batch's rows by the rate limiters of its stores, which is given back where nobody gets the batch."""
+"""Rows that the stores' rate limiters have admitted for one batch.
+
+If the batch is not delivered, the admitted rows are given back to the rate limiters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch: the fields of sampled rows, and the metadata of each row."""
+"""`Batch`: the fields of sampled rows, and the metadata of each row."""
 
 from __future__ import annotations
 

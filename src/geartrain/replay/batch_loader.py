@@ -1,7 +1,7 @@
-"""Batch loader: the batches of consecutive steps, built on a prefetch thread or on the consumer's own.
+"""Builds the batches of consecutive steps, on the consumer's thread or ahead of it on a prefetch thread.
 
-What is drawn follows from the step, the strategies' state and the priority updates that came before each request, not
-from which thread builds, nor when.
+Which thread builds a batch, and when, never changes its contents. They follow from three things: the step, the
+strategies' state, and the priority updates submitted before the request.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Flag:
         self._set = False
 
     def is_set(self) -> bool:
-        """What it is."""
+        """Whether the flag is set."""
         return self._set
 
 

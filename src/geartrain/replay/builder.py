@@ -1,4 +1,7 @@
-"""Batch builders: the protocol that `Replay` speaks, and the builder of batches that the host draws and reads."""
+"""`BatchBuilder`, the protocol that `Replay` uses to build batches, and the builder for batches in host memory.
+
+The builder in this file samples and reads rows on the CPU. The builder for batches on a GPU is in device/builder.py.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +74,16 @@ def nothing() -> None:
 
 @dataclass(slots=True)  # not frozen, which takes as long again as all else that is done for a batch here
 class BuiltBatch:
-    """A batch, the strategies' state after it, what the consumer's thread calls when it takes the batch, and how long
-    it took to make where that is all there is to it (inf: there is more, such as other ranks or a device).
+    """A batch that is built and ready for the consumer.
 
-    `admission` is what rate limiters have admitted for the batch, to be given back where the consumer does not get it.
-    `transformed` is what a transform made of the batch, in a tuple; None
-    where there is no transform. `flow` is the arrow of a trace from its making to its consumer.
+    Attributes:
+        batch: the batch.
+        state: the strategies' state after it.
+        deliver: called on the consumer's thread when it takes the batch.
+        make_s: how long building took; inf if the batch also depends on other work, such as other ranks or a device.
+        transformed: result of the transform, in a tuple; None if there is no transform.
+        flow: the trace's arrow from the building of the batch to its consumer.
+        admission: rows that rate limiters admitted for the batch. They are given back if the consumer does not get it.
     """
 
     batch: Batch
@@ -98,7 +105,7 @@ class StartedBatch(Protocol):
 
     @property
     def admission(self) -> Admission:
-        """What rate limiters have admitted for the batch by now."""
+        """Rows that rate limiters have admitted for the batch so far."""
         ...
 
 
@@ -106,22 +113,25 @@ Started = TypeVar("Started", bound=StartedBatch)
 
 
 class BatchBuilder(Protocol[Started]):
-    """Builds the batch of each step: in host memory, on a device, or together with other ranks.
+    """Builds the batch of each step: in host memory, on a device, or jointly with other ranks.
 
-    `start` and `finish` are called on one thread at a time, the prefetch thread while there is one; the other methods
-    on the consumer's while no batch is being built, apart from `submit_updates`, `stats`, `describe`, `abort` and
-    `close`. Where `start` or `finish` raise they give back what rate limiters have admitted for the batch; of one that
-    they return and nobody gets whoever drops it does.
+    `start` and `finish` are called on one thread at a time, the prefetch thread if there is one. The consumer's thread
+    calls the other methods while no batch is being built. It may call `submit_updates`, `stats`, `describe`, `abort`
+    and `close` at any time.
+
+    If `start` or `finish` raises, it gives back the rows that rate limiters admitted for the batch. If a batch is
+    dropped after that and before it reaches the consumer, the code that drops it gives them back.
 
     Attributes:
-        samplers: of each store.
-        store_ids: of the stores, in their order; over several ranks, of all shards of all stores.
-        rows: of a batch, as this process gets it.
-        update_lag: after how many batches priority updates take effect; None: at once. Where it is a number updates
-            come with requests, and so every batch has to be requested `prefetch` batches ahead, on the prefetch thread.
-        overlaps: whether the next batch should be started before this one is finished: `finish` waits for others.
-        collective: whether a batch takes rounds of messages among ranks. It is built on the prefetch thread, with
-            prefetch=0 too: other ranks need this one's part of what was requested while its consumer is at work.
+        samplers: one for each store.
+        store_ids: ids of the stores, in their order; over several ranks, of all shards of all stores.
+        rows: rows of a batch, as this process gets it.
+        update_lag: number of batches after which priority updates take effect; None: at once. With a number, updates
+            come with requests. So every batch has to be requested `prefetch` batches ahead, on the prefetch thread.
+        overlaps: whether the next batch should be started before this one is finished, because `finish` waits for
+            others.
+        collective: whether a batch takes rounds of messages among ranks. Such a batch is built on the prefetch thread
+            even with prefetch=0, because other ranks need this rank's part while its consumer is at work.
     """
 
     samplers: list[StoreSampler]
@@ -189,9 +199,9 @@ class BatchBuilder(Protocol[Started]):
 
 
 class RowSource(Protocol[Started]):
-    """Where the batches of a `HostBatchBuilder` come from: the stores of this process, or the shards of many ranks.
+    """Source of the batches of a `HostBatchBuilder`: the stores of this process, or the shards of many ranks.
 
-    The methods that a `BatchBuilder` has as well are called as its own, and so are the attributes.
+    Methods and attributes that a `BatchBuilder` also has are those of the builder.
     """
 
     samplers: list[StoreSampler]
@@ -203,7 +213,7 @@ class RowSource(Protocol[Started]):
 
     @property
     def callbacks(self) -> Sequence[str]:
-        """What a batch asks of Python code, by name."""
+        """The parts of a batch that Python code is called for, by name."""
         ...
 
     def enter(self) -> None: ...
@@ -242,14 +252,15 @@ class RowSource(Protocol[Started]):
 
 
 class HostBatchBuilder:
-    """Builds the batches that the host draws and reads; see `BatchBuilder`.
+    """Builds batches that the host draws and reads; see `BatchBuilder`.
 
-    One body: admit, apply the updates that are due, draw, read and weigh the rows of a source, transform. Where the
-    source is the shards of many ranks its assembler may put the rows on a device.
+    For each batch it waits for the rate limiters, applies the due priority updates, draws, reads and weighs rows of the
+    source, and transforms the batch. If the source is the shards of many ranks, its assembler may move the rows to a
+    device.
 
     Args:
-        source: of the rows.
-        transform: called with each batch; what it returns is delivered.
+        source: source of the rows.
+        transform: called with each batch; its result is delivered.
     """
 
     def __init__(self, source: RowSource[Any], transform: Callable[[Batch], Any] | None = None) -> None:
@@ -400,12 +411,12 @@ def raised(priorities: NDArray[np.float64], alpha: float) -> NDArray[np.float64]
 
 
 def path_of(callbacks: Sequence[str]) -> str:
-    """How a batch is made: by native code, but for what it asks of Python code."""
+    """How a batch is made: by native code, apart from its callbacks into Python."""
     return f"native, calls {', '.join(dict.fromkeys(callbacks))}" if callbacks else "native"
 
 
 def build_stats(built: int, make_s: float, samplers: Sequence[StoreSampler]) -> dict[str, float]:
-    """What every builder says in `stats`."""
+    """Entries of `stats` that every builder has."""
     return {"built": built, "make_s": make_s, "redrawn": sum(sampler.redrawn for sampler in samplers)}
 
 

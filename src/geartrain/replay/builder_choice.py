@@ -1,4 +1,7 @@
-"""Choice of a replay's builder, and of where its rows come from: this process's stores, or the shards of many ranks."""
+"""Chooses the batch builder of a replay, and the source of its rows.
+
+The rows come from the stores of this process, or from the shards of many ranks.
+"""
 
 from __future__ import annotations
 

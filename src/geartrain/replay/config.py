@@ -1,4 +1,4 @@
-"""Configuration of a replay: what `Replay` was asked for, checked once."""
+"""Configuration of a replay: the arguments of `Replay`, checked once at construction."""
 
 from __future__ import annotations
 

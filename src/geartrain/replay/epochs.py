@@ -1,4 +1,4 @@
-"""Passes over stores: what a replay with `Epochs` can do, checked when it is made."""
+"""Checks at construction that a replay can make `Epochs` passes over its stores."""
 
 from __future__ import annotations
 

@@ -1,7 +1,11 @@
-"""Fetch: rows of a store copied into one batch, by key.
+"""`geartrain.fetch`: copies the rows of given keys from a store into one batch.
 
-Rows go into recycled buffers or into the caller's own arrays (fetch_plan.py), or into the caller's tensors in device
-memory (device/fetch.py). A row that was overwritten during its copy is noticed and never returned.
+The destination is one of three:
+
+- recycled buffers or the caller's arrays (fetch_plan.py),
+- the caller's tensors in device memory (device/fetch.py).
+
+A fetch detects rows that were overwritten during the copy, and never returns them.
 """
 
 from __future__ import annotations
@@ -266,7 +270,7 @@ def _verb(windows: Windows | None) -> str:
 def _check_longest(
     ends: NDArray[np.int32] | None, max_length: int | NDArray[np.int64], windows: Windows | None
 ) -> None:
-    """Raises `ArgumentError` unless the windows are told by steps that rows of their stores can have."""
+    """Raises `ArgumentError` if an anchor of the windows is beyond the longest rows of its store."""
     if ends is None:
         return
     bad = np.flatnonzero((ends < 0) | (ends >= max_length))

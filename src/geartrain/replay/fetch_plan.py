@@ -1,8 +1,8 @@
-"""Fetch plan: which fields and windows of a store a batch has, and their native copy.
+"""`FetchPlan`: the fields and windows of a store that a batch contains, and the native call that copies them.
 
-Rows are gathered by native threads with the GIL released, all fields and windows at once, straight from shared
-memory into warm, recycled buffers or into the caller's own (native/fetch/fetch.h; GEAR, section 3.4). A row that was
-overwritten during its copy is noticed and never returned.
+Native threads gather all fields and windows at once, with the GIL released (native/fetch/fetch.h; GEAR, section 3.4).
+They copy from shared memory into warm, recycled buffers, or into the caller's arrays. Rows that were overwritten during
+the copy are detected and never returned.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BatchFields:
 
     @functools.cached_property
     def from_dlpack(self) -> Callable[[Any], Any] | None:
-        """What makes a tensor of a DLPack capsule; None where arrays are wanted."""
+        """The function that makes a tensor of a DLPack capsule; None for arrays."""
         return from_dlpack() if self.output == "torch" else None
 
     @functools.cached_property
@@ -160,7 +160,7 @@ class FetchPlan(BatchFields):
         return mask
 
     def anchors(self, starts: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.uint32]:
-        """The steps that windows from `starts` on are told by, which hold `counts` real ones."""
+        """The anchors of windows that begin at `starts` and hold `counts` real steps."""
         from_first = self.windows is not None and self.windows.from_first
         return (starts if from_first else starts + np.maximum(counts - 1, 0)).astype(np.uint32)
 
@@ -181,10 +181,10 @@ class FetchPlan(BatchFields):
         out: list[Any] | None = None,
         places: NDArray[np.uint32] | None = None,
     ) -> FetchedRows:
-        """Copies, and reports torn rows; the GIL is released meanwhile.
+        """Copies rows with the GIL released, and reports torn ones.
 
-        `ends` are the steps that windows are told by: their last ones, or their first. With `places` row i goes to
-        place `places[i]` of the arrays in `out`.
+        `ends` are the anchors of windows: their last steps, or their first. With `places` row i goes to place
+        `places[i]` of the arrays in `out`.
         """
         return FetchedRows(
             *_native.fetch(

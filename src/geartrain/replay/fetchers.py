@@ -1,4 +1,8 @@
-"""Fetchers: what a store's fetches of one kind have in common, made once and kept with the store's handle."""
+"""Cache of native fetchers, one for each kind of fetch from a store.
+
+A kind is a combination of fields, window, padding, output and threads. The cache belongs to the store's handle and is
+cleared when the handle is closed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ class Fetcher(NamedTuple):
 
 
 class _Fetchers(dict[object, Fetcher]):
-    """The fetchers of a handle, by what was asked for. They hold the native store and not the handle."""
+    """The fetchers of a handle, by the arguments of the fetch. They hold the native store and not the handle."""
 
     def close(self) -> None:
         """At the end of the handle's own `close`."""

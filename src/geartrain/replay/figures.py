@@ -1,4 +1,4 @@
-"""Figures of a replay: what its consumer got, how long it waited, and where passes over the stores stand."""
+"""Statistics of a replay: batches delivered, the consumer's waiting time, and the progress of `Epochs` passes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from geartrain.selection.mixture import Mixture, Selection, strategies_of
 
 
 class ConsumerFigures:
-    """What a consumer was given. The replay writes the attributes itself: a call would show in what a batch costs.
+    """Statistics of a consumer. The replay writes the attributes itself, because a call would slow each batch.
 
     Attributes:
-        batches: that were given.
-        nbytes: of all of them.
-        short: rows that last batches of passes had less than others.
+        batches: batches delivered.
+        nbytes: bytes of all of them.
+        short: rows that the last batches of passes had fewer than others.
         wait_s: how long the consumer has waited for batches.
-        started_s: when the first one was asked for; None before that.
-        asked_s, last_s: when the newest one was asked for, and when it was there.
+        started_s: when the first batch was requested; None before that.
+        asked_s, last_s: when the newest batch was requested, and when it was ready.
     """
 
     __slots__ = ("asked_s", "batches", "last_s", "nbytes", "short", "started_s", "wait_s")

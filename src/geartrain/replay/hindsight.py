@@ -1,16 +1,17 @@
-"""Hindsight experience replay (Andrychowicz et al., 2017): transitions whose goal is one that their row achieved later.
+"""Hindsight experience replay (Andrychowicz et al., 2017): relabels goals of transitions with goals achieved later.
 
     view = gt.Transitions(hindsight=gt.Hindsight(strategy="future", k=4, reward=env_reward))
 
-A transition of step t leads to step t + 1. Of each, k in k + 1 get another desired goal: the achieved goal of a step s
-of the same row, drawn with the transition and gathered with it by one native call (native/fetch/transitions.h):
+A transition of step t leads to step t + 1. On average k of k + 1 transitions get a new desired goal. The new goal is
+the achieved goal of a step s of the same row:
 
     future    s uniform over t + 1 .. length - 1
     final     s = length - 1
     episode   s uniform over 1 .. length - 1
 
-Length counts the steps that are published when the row is read, under the same check as everything else of the row: a
-row that is replaced in between is drawn again as a whole, so no transition has a goal of another episode.
+`length` is the number of steps that are published when the row is read. One native call draws s with the transition and
+gathers both (native/fetch/transitions.h). If the row is replaced meanwhile, the whole transition is drawn again. So no
+transition has a goal of another episode.
 """
 
 from __future__ import annotations

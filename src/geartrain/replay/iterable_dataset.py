@@ -1,4 +1,4 @@
-"""torch IterableDataset adapter."""
+"""`ReplayDataset`: a replay as a torch `IterableDataset`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Priority updates that take effect so many batches after the one that they came with."""
+"""Queue of priority updates that take effect a fixed number of batches after they arrive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LaterUpdates(Generic[Updates]):
         self._kept.append((step, updates))
 
     def due(self, step: int) -> list[Updates]:
-        """Those that the batch of a step is drawn with; they are the caller's to apply."""
+        """Removes and returns the updates that the batch of a step is drawn with. The caller applies them."""
         due = []
         while self._kept and self._kept[0][0] + self._lag <= step:
             due.append(self._kept.popleft()[1])

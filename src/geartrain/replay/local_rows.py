@@ -1,4 +1,7 @@
-"""Rows of the stores that this process has: the batches of a replay without a group, and of a group of one rank."""
+"""Source of batches from the stores of this process.
+
+A replay without a rank group uses it, and so does a replay of a group with one rank.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +35,19 @@ _OF_RANKS = dict.fromkeys(("sent_bytes", "received_bytes", "selection_bytes", "s
 class LocalRows:
     """Draws and reads batches from the stores of this process; see `RowSource`.
 
-    With a number as `update_lag` they are those that any number of ranks would make: global batches, whose keys have
-    the numbers of their draws, states that any number of ranks takes up, and updates that come with requests.
+    With a number as `update_lag` the batches are the same as on any number of ranks. They are global batches, and their
+    keys contain draw numbers. Any number of ranks can resume from their state. Priority updates come with requests.
 
     Args:
-        samplers: of each store.
+        samplers: one for each store.
         selection: the strategy, or the mixture.
         batch_size: rows of a batch.
-        update_lag: after how many batches priority updates take effect; None: at once.
-        extra_lag: how many of these batches are requested after the one that updates come with.
+        update_lag: number of batches after which priority updates take effect; None: at once.
+        extra_lag: how many of these batches are requested after the batch that the updates come with.
         group: the group of one rank that is left when the replay is closed; None for none.
 
     Attributes:
-        mixed: batches are a mixture's.
+        mixed: whether batches are a mixture's.
     """
 
     overlaps = False
@@ -140,7 +143,7 @@ class LocalRows:
         return None
 
     def _apply_due(self, later: LaterUpdates[list[PriorityUpdate]], step: int, updates: list[PriorityUpdate]) -> None:
-        """Takes the updates that came with a batch, and applies those that it is drawn with."""
+        """Takes the updates that came with a batch, and applies the updates that are due for its draw."""
         if updates:
             later.keep(step, updates.copy())
             updates.clear()

@@ -1,6 +1,6 @@
-"""Batch over native memory: its arrays are made when they are asked for.
+"""Batch in native memory that creates each array on first access.
 
-A consumer that reads two of ten fields pays for two; what a batch costs in Python does not depend on its fields.
+A consumer that reads two of ten fields pays for two. The cost of a batch in Python does not grow with its fields.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class BatchPlan(Protocol):
     """Names and kind of a native batch's arrays: a `FetchPlan`, or a `TransitionPlan`.
 
     Attributes:
-        names: of the fields.
-        places: of each in the native batch.
-        from_dlpack: what makes a tensor of a DLPack capsule; None where arrays are wanted.
-        exchanged: places of the fields whose dtypes DLPack, NumPy and torch all have; others are made by `as_field`.
+        names: names of the fields.
+        places: index of each field in the native batch.
+        from_dlpack: function that makes a tensor of a DLPack capsule; None for arrays.
+        exchanged: places of the fields with dtypes that DLPack, NumPy and torch all have; `as_field` makes the others.
         per_step: whether keys name steps.
     """
 

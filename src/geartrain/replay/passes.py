@@ -1,4 +1,4 @@
-"""Passes over one store: the rows of `Epochs`, for the batches of a replay."""
+"""Rows of `Epochs` passes over one store, for the batches of a replay."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Passes:
 
     Args:
         strategy: the passes.
-        plan, transitions: what batches have of the rows.
+        plan, transitions: the windows or transitions that batches hold.
         candidates: the store's rows.
-        mixed: batches are a mixture's, of which these rows fill a part, going on from pass to pass.
+        mixed: whether these rows fill part of a mixture's batches, and continue from pass to pass.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Passes:
         return ShardedDraw(taken.shard, taken.rows, taken.generations, probability, taken.state, steps=steps)
 
     def chosen(self, taken: Taken, *, anew: bool = False) -> Chosen:
-        """The rows as a batch takes them, with the steps that windows of a pass over steps are told by."""
+        """The rows as a batch takes them, with the anchors of windows if the pass is over steps."""
         rows, generations, steps = taken.rows, taken.generations, None
         if self.strategy.over == "steps":
             windows = self.plan.windows

@@ -1,8 +1,8 @@
-"""Prefetch thread: items made ahead of their use, each only once it was asked for.
+"""Prefetch thread: makes items ahead of their use.
 
-What is made when follows from the consumer's requests, not from anybody's speed: when item s is asked for,
-the item `depth` further on may be made, with the orders that were placed until then. So a run can be repeated, and
-several ranks whose consumers ask alike make the same things and stop at the same one.
+The consumer's requests decide which items may be made, and thread speed never does. A request for item s also permits
+item s + `depth`, with the orders placed until then. So runs can be repeated exactly. Ranks whose consumers make the
+same requests make the same items and stop at the same one.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ _SLICE_S = 0.5
 
 
 class BuildPlacement:
-    """Whether items are made on the consumer's thread or ahead of it: ahead where that saves more than it costs.
+    """Decides whether items are made on the consumer's thread, or ahead of it on the prefetch thread.
 
-    What is made ahead is made while the consumer does something else, for as long as that takes. A consumer that comes
-    back at once waits for an item just as long wherever it is made, and saves nothing. Items that take long are made
-    ahead in any case: a handoff costs little beside them, and a wait has a deadline.
+    An item made ahead is made while the consumer does other work, and costs a thread handoff. A consumer that comes
+    back at once waits just as long either way. So items are made ahead if that saves more than it costs. Long items
+    are always made ahead: a handoff is cheap in comparison, and a wait has a deadline.
 
-    Starts with the prefetch thread. Of the last 8 items the least duration counts, and the mean of the consumer's
-    pauses, each as far as so many items could be made in it: a busy machine makes some of them long.
+    The first items are made on the prefetch thread. The decision is reviewed every 8 items, from the shortest item and
+    the consumer's mean pause. Each pause counts for at most the time of the items that may be made in it. The shortest
+    item is used because a busy machine makes some of them long.
 
     Args:
         ahead: items that may be made ahead.
 
     Attributes:
-        here: on the consumer's thread.
+        here: whether items are made on the consumer's thread.
     """
 
     def __init__(self, ahead: int = 1) -> None:
@@ -75,15 +76,15 @@ class Prefetcher(Generic[Item]):
     """Makes items in order on a thread of its own.
 
     Args:
-        make: makes the next item; is given the orders that came with the request for it.
-        name: of the thread.
-        finish: makes an item out of what `make` only began.
+        make: makes the next item, from the orders that came with its request.
+        name: name of the thread.
+        finish: finishes an item that `make` only began.
         enter: called first on the thread.
-        overlaps: whether an item that was asked for already is begun before the one before is finished; by default
-            where there is a `finish`.
-        ready: where items overlap, whether one that was begun can be finished without a wait; waits a little itself. An
-            item that is asked for meanwhile is begun first. What it raises `finish` raises as well.
-        drop: called with each item that nobody gets, begun or finished, by the thread or by whoever stops it.
+        overlaps: whether the next requested item is begun before this one is finished; by default if there is a
+            `finish`.
+        ready: with overlapping items, whether a begun item can be finished without a wait. It waits a little itself. An
+            item that is requested meanwhile is begun first. If `ready` raises, `finish` raises the same.
+        drop: called with each item that nobody gets, begun or finished, on the thread or by the caller of `stop`.
     """
 
     def __init__(
@@ -157,10 +158,11 @@ class Prefetcher(Generic[Item]):
         return self._pid == os.getpid()
 
     def stop(self, timeout_s: float, *, finish: bool = False, awaited_s: float | None = None) -> list[Any]:
-        """Ends the thread: after the item it is at, or, with `finish`, after all that was asked for.
+        """Ends the thread after its current item or, with `finish`, after all requested items.
 
-        Returns the orders of items that were not made; drops those that were. A thread stuck in a strategy that never
-        returns is left behind; it ends when it comes back. So is, after `awaited_s`, one for whose item a `get` waits.
+        Returns the orders of items that were not made, and drops the items that were. A thread that is stuck in a
+        strategy is left behind, and ends when it comes back. After `awaited_s` the thread is also left behind if a
+        `get` still waits for its item.
         """
         if not self.is_mine():
             return []

@@ -1,8 +1,14 @@
-"""Replay: an iterator of training batches, drawn and fetched ahead of the consumer.
+"""`Replay`: an iterator of training batches that are sampled and copied ahead of the consumer.
 
-A builder (builder.py) draws rows, places their windows, copies them and redraws what was lost, on a thread of its own:
-from the stores of this process (local_rows.py) or the shards of many ranks (distributed/rank_rows.py), in host memory
-or on a device (device/builder.py).
+A batch builder (builder.py) runs on a background thread. For each batch it takes four steps:
+
+1. draw rows,
+2. place their windows,
+3. copy them,
+4. redraw rows that were overwritten or evicted meanwhile.
+
+The rows come from the stores of this process (local_rows.py) or from the shards of many ranks
+(distributed/rank_rows.py). The batch is built in host memory or on a device (device/builder.py).
 """
 
 from __future__ import annotations
@@ -400,7 +406,7 @@ class Replay:
         }
 
     def _identities(self) -> dict[str, list[str]]:
-        """What the stores are known by, in their order. Names may differ between ranks, which save one state."""
+        """Identities of the stores, in their order. Names may differ between ranks, which save one state."""
         found = {"stores": [f"{store:016x}" for store in self._builder.store_ids]}
         return found if self._of_job else {**found, "names": [store.name for store in self.stores]}
 

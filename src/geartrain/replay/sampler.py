@@ -1,7 +1,8 @@
-"""Sampling from one store: one native call draws, counts, places, copies, and redraws what was lost.
+"""Samples the rows of a batch from one store, in one native call.
 
-Rows that Python code chooses are asked for out of that call (supplied_rows.py), and so are windows that a function
-places. Everything else is the same for every strategy.
+The call draws rows, counts the samples, places windows, copies the rows and redraws those that were overwritten or
+evicted. It calls back into Python in two cases: Python code chooses the rows (supplied_rows.py), or a Python function
+places the windows. Everything else is the same for every strategy.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def alpha_at(strategy: Strategy, step: int) -> float:
 
 
 class PriorityCopy(Protocol):
-    """A copy of a store's priorities that somebody keeps, such as a device; see `StoreSampler.change_priorities`."""
+    """A copy of a store's priorities, for example on a device; see `StoreSampler.change_priorities`."""
 
     def change(self, rows: NDArray[np.uint32], change: Callable[[], int]) -> int:
         """Calls `change`, which sets priorities of these rows and returns how many of them were gone; so does this."""
@@ -72,22 +73,22 @@ class StoreSampler(StoreWaits):
     """Draws from one store by one strategy and fetches by one plan.
 
     Args:
-        plan: what is fetched, and from which store.
-        strategy: which rows.
+        plan: store and fields to fetch.
+        strategy: chooses the rows.
         min_rows, timeout_s, stopping: as in `StoreWaits`.
-        transitions: what of the rows is gathered instead of windows.
-        mixed: batches are a mixture's, of which this sampler fills a part.
+        transitions: transitions to gather instead of windows.
+        mixed: whether this sampler fills part of a mixture's batches.
 
     Attributes:
         redrawn: rows that were lost between their draw and their copy.
-        alpha: that the store's priorities are of.
-        raises: whether priorities that are given are not stored as they are: the alpha is not 1, or follows a schedule.
-        atom: rows that stand or fall together (a group), and so are replaced together.
-        draws_natively: whether rows are drawn by native code, or by the strategy's own.
-        placed: whether a function says which windows rows have.
-        passes: of `Epochs`; None for other strategies.
-        callbacks: what of a batch is asked of Python, by name.
-        priority_copy: of the store, which has to learn what this process changes; None where there is none.
+        alpha: exponent of the store's priorities.
+        raises: whether updated priorities are raised to a power: the alpha is not 1, or follows a schedule.
+        atom: number of rows that can only be replaced as a whole (a group).
+        draws_natively: whether native code draws the rows, not the strategy's own code.
+        placed: whether a Python function chooses the windows of rows.
+        passes: passes of `Epochs`; None for other strategies.
+        callbacks: the parts of a batch that Python is called for, by name.
+        priority_copy: copy of the priorities, which has to follow the changes of this process; None if there is none.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class StoreSampler(StoreWaits):
         into: _native.SampledBatch | None,
         first: int,
     ) -> tuple[_native.SampledBatch, dict[str, int]]:
-        """What `sample` returns, of what a native call did."""
+        """Turns the result of a native call into the result of `sample`."""
         batch, cursor, redrawn, count = result
         self.redrawn += redrawn
         batch = batch if into is None else into
@@ -274,7 +275,7 @@ class StoreSampler(StoreWaits):
             self.draws_natively, self._asks_shards = False, True
 
     def _select_shards(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
-        """What a strategy's own code for many shards chooses from this one."""
+        """The rows that a strategy's own code for many shards chooses from this one."""
         if redraw is not None:
             return self.draw(n, step, state, redraw)
         strategy: Any = self.strategy
@@ -297,7 +298,7 @@ class StoreSampler(StoreWaits):
             batch.set_importance(first, weights)
 
     def change_priorities(self, rows: NDArray[np.uint32], change: Callable[[], int]) -> int:
-        """Calls `change`, which sets priorities of these rows; returns what it does, how many of them were gone."""
+        """Calls `change`, which sets priorities of these rows. Returns its result: how many of the rows were gone."""
         if self.priority_copy is None:
             return change()
         there = np.where(rows < self.plan.store.capacity, rows, np.uint32(0))  # others are stale
@@ -327,7 +328,7 @@ class StoreSampler(StoreWaits):
 
     @property
     def callbacks(self) -> list[str]:
-        """What a batch asks of Python code, by name: of the strategy's, and of functions that the user gave."""
+        """The parts of a batch that Python is called for, by name: those of the strategy and of user functions."""
         strategy, name = type(self.strategy), type(self.strategy).__name__
         found = []
         if self.passes is not None:
@@ -371,7 +372,7 @@ class StoreSampler(StoreWaits):
 
     @functools.cached_property
     def batch_sampler(self) -> _native.BatchSampler:
-        """What draws, places, copies and redraws natively."""
+        """The native sampler, which draws, places, copies and redraws."""
         return self._sampler_of(self.plan.numbers)
 
     @functools.cached_property
@@ -430,7 +431,7 @@ class StoreSampler(StoreWaits):
         self.redrawn += int(count)
 
     def draw(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
-        """What the strategy chooses from this store, repaired first where its sums are at odds with its rows."""
+        """The rows that the strategy chooses. Repairs the store first if its sums do not match its rows."""
         store = self.plan.store
         drawn = self._select(n, step, state, redraw)
         if drawn.failed and not store.read_only:
@@ -463,12 +464,12 @@ class StoreSampler(StoreWaits):
         generations: NDArray[np.uint32],
         steps: NDArray[np.uint32] | None = None,
     ) -> NDArray[np.int32] | None:
-        """The step that each draw's window is told by, its last one unless the windows say else; None for whole rows.
-        Of transitions, theirs.
+        """The anchor of each draw's window, by default its last step; None for whole rows.
 
-        With `steps`, which were drawn with the rows, it is theirs: steps drawn by their priorities, or the numbers that
-        windows have within their rows, of a pass or of a draw over steps of rows of several episodes. A row that was
-        replaced since it was drawn may be told one that it does not have; whoever reads it finds it torn.
+        For transitions the anchors are their steps. If `steps` were drawn with the rows, the anchors follow from them.
+        `steps` are steps drawn by their priorities, or the numbers of windows within their rows. Such numbers come from
+        a pass, or from a draw over steps of rows of several episodes. If a row was replaced since its
+        draw, its anchor may be beyond its end; the read then finds the row torn.
         """
         windows = self.plan.windows
         if windows is None:
@@ -491,9 +492,9 @@ class StoreSampler(StoreWaits):
         return windows.ask(keys, lengths, random)
 
     def anchors(self, rows: NDArray[np.uint32], steps: NDArray[np.uint32]) -> NDArray[np.uint32] | None:
-        """The steps that windows of rows are told by, whose steps were drawn with them; None for whole rows.
+        """The anchors of windows of rows whose steps were drawn with them; None for whole rows.
 
-        Of transitions they are the drawn steps themselves. Rows that are unknown (NO_ROW) have 0.
+        For transitions the anchors are the drawn steps. Unknown rows (NO_ROW) have 0.
         """
         windows = self.plan.windows
         if windows is None:
@@ -520,7 +521,7 @@ class StoreSampler(StoreWaits):
         return ends.astype(np.uint32)
 
     def count_samples(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        """Counts the draws; False where somebody else drew the row's last allowed sample first."""
+        """Counts the draws. Returns False for each row whose last allowed sample was drawn elsewhere first."""
         taken = self.plan.store.native.count_samples(rows, generations)
         return taken != 0 if self.limited else np.ones(len(rows), bool)
 

@@ -1,4 +1,7 @@
-"""State of a replay: the few numbers from which it goes on with the same batches, checked before they are loaded."""
+"""Checks the `state_dict` of a replay before it is loaded.
+
+The state is a few numbers. A replay that loads them continues with the same batches.
+"""
 
 from __future__ import annotations
 

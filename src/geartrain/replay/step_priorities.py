@@ -1,4 +1,4 @@
-"""Stores with priorities of steps: what a replay over them can do, checked when it is made."""
+"""Checks at construction that a replay can sample stores that keep one priority for each step."""
 
 from __future__ import annotations
 

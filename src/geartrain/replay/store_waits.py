@@ -1,4 +1,4 @@
-"""Waits of draws from one store: for enough rows, and for its rate limiter."""
+"""Waits before a draw from one store: until it has enough rows, and until its rate limiter admits the draw."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _ALONE = (
 
 
 class StoreWaits:
-    """What a draw waits for.
+    """Waits before a draw from one store, for rows and for the rate limiter.
 
     Args:
-        store: that is drawn from.
-        min_rows: fewer selectable rows than this are not drawn from.
+        store: the store that is drawn from.
+        min_rows: a draw needs at least this many selectable rows.
         timeout_s: longest wait for rows and the store's rate limiter together.
-        stopping: asked while it waits; when it says so, the wait ends with `CallCancelledError`, over ranks on all of
-            them.
+        stopping: called during the wait. When it returns True, the wait ends with `CallCancelledError`; over ranks, on
+            all of them.
 
     Attributes:
-        stage: what whoever draws is doing, for error messages.
-        until_s: when a wait ends at the latest (`time.monotonic`): of a batch from several stores, for all of them.
-        counts_attached: whether a process that has the store open counts as one that may insert. Over ranks it may be
+        stage: current activity of the drawing thread, for error messages.
+        until_s: latest end of a wait (`time.monotonic`). A batch from several stores has one for all of them.
+        counts_attached: whether a process that has the store open counts as a possible writer. Over ranks it may be
             another rank.
     """
 

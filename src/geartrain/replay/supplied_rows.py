@@ -1,4 +1,7 @@
-"""Rows that Python code chooses for one batch: native code asks for them, and does everything else with them."""
+"""Rows of a batch that a Python strategy chooses.
+
+Native code calls back for the rows, and does the rest of the sampling with them.
+"""
 
 from __future__ import annotations
 

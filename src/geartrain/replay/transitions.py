@@ -1,24 +1,27 @@
-"""Transitions: what DQN, SAC and their like train on, made of windows of recorded episodes.
+"""`Transitions`: n-step transitions out of recorded episodes, to train DQN, SAC and similar algorithms.
 
     replay = gt.Replay(store, gt.selection.Uniform(over="steps"), 256, view=gt.Transitions(n_step=3, gamma=0.99))
     for batch in replay:
         target = batch["reward"] + batch["discount"] * value(batch["next_obs"])
 
-Rows are laid out as a recorder writes them (geartrain/store/recorder.py): step t has the observation that was acted on,
-the action, the reward that it brought, and `terminated`; the last step of a row has the observation that the last
-action led to. A transition is a step that has a later one in its row, so nothing crosses an episode. With
+Rows have the layout of a recorder (geartrain/store/recorder.py). Step t has the observation before the action, the
+action, its reward, and `terminated`. The last step of a row has the observation after the last action.
+
+Every step but the last of a row is a transition, so no transition crosses an episode. With
 m = min(n_step, steps that follow in the row):
 
     reward        sum of gamma ** k * reward[t + k] over k < m
     next_obs      obs[t + m]
-    discount      gamma ** m, or 0 where the episode terminated on the way
-    terminated    the last of the m actions ended the episode by its rules
-    truncated     it was cut off there; in a store without the field `truncated`: its row ends there and the episode
-                  did not terminate, also where it goes on in the next row
+    discount      gamma ** m, or 0 if the episode terminated within these m actions
+    terminated    the last of the m actions terminated the episode
+    truncated     the last of the m actions truncated the episode
 
-An observation is stored once. All of it is gathered by one native call (native/fetch/transitions.h), which reads just
-the steps that are needed. With n_step=1 a stack of frames and the next one are views of one window; else each array is
-contiguous.
+If the store has no field `truncated`, a transition at the end of a row counts as truncated unless the episode
+terminated. That includes an episode that continues in the next row.
+
+Each observation is stored once. One native call gathers a batch and reads only the steps it needs
+(native/fetch/transitions.h). With n_step=1 the stacked frames of `obs` and `next_obs` are views of one window.
+Otherwise each array is contiguous.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Windows: which steps of a row a batch holds, told by their first or their last step.
+"""`Windows`: which steps of a row a batch contains.
 
     gt.Replay(store, selection, 256, window=20)                          # ends at any step, padded before it
-    gt.Replay(store, selection, 256, window=gt.Windows(20, whole=True))  # nothing missing
+    gt.Replay(store, selection, 256, window=gt.Windows(20, whole=True))  # no padding
     gt.Replay(store, selection, 256, window=gt.Windows(20, at="start"))  # the row's first 20 steps
     gt.Replay(store, selection, 256, window=gt.Windows(20, anchor="first", stride=5))  # 0-19, 5-24, 10-29, ...
     gt.Replay(store, Uniform(over="steps"), 256, window=gt.Windows(200, at="episode"))  # the step's whole episode
 
-Rows are drawn first, and of each one of its windows; native/fetch/windows.h defines which there are.
+The replay draws rows first, and then one window of each row. A window is identified by its first or its last step
+(`anchor`). native/fetch/windows.h defines the windows of a row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Selection strategies: which rows make a batch, as functions of the candidates, a seed and a step.
+"""Selection strategies: which rows form a batch, as a function of the candidates, a seed and a step.
 
     gt.Replay(store, gt.selection.Prioritized(beta=0.4), batch_size=256)
 

@@ -1,4 +1,4 @@
-"""Argument checks of strategies: flags, numbers, whole numbers."""
+"""Checks of strategy arguments: flags, numbers and whole numbers."""
 
 from __future__ import annotations
 

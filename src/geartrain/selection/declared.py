@@ -1,4 +1,7 @@
-"""Draws that follow from a strategy's traits, on one store, and the base class of strategies that have no others."""
+"""`DeclaredStrategy`: base class of strategies that only declare traits, and the draw from one store by those traits.
+
+Such a strategy has no drawing code of its own. So hosts, devices and ranks can draw for it.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""Shuffled epochs: every row, or every step, once a pass, over one store or the shards of many ranks.
+"""`Epochs`: visits every row, or every step, once a pass in shuffled order.
 
-The order is a keyed permutation of the places of rows (native/selection/epochs.h), which is computed and not stored: a
-pass over any number of rows is a few numbers of state. A place is looked at when it is reached, so a row that was
-evicted by then is skipped. A row that was inserted during the pass belongs to the next one; its sequence number tells.
+A pass covers one store, or the shards of many ranks. Its order is a keyed permutation of row slots
+(native/selection/epochs.h). The permutation is computed and not stored, so the state of a pass is a few numbers for any
+number of rows.
+
+The pass looks at a slot when it reaches it. If the row was evicted by then, the pass skips it. If the row was inserted
+during the pass, which its sequence number shows, it belongs to the next pass.
 """
 
 from __future__ import annotations
@@ -25,10 +28,14 @@ _MOST_POSITIONS = 1 << 22
 
 
 class Taken(NamedTuple):
-    """The next rows of a pass, (n,) each: at most those asked for, fewer at its end.
+    """The next rows of a pass, as arrays (n,): as many as requested, or fewer at the end of the pass.
 
-    `shard` is the same on all ranks, the others of this rank's shard only. `state` is that before the next rows; `over`
-    says that these are the last of the pass, and `rest` is the state to take what is left of it, if anything.
+    Attributes:
+        shard: shard of each row, the same on all ranks.
+        rows, generations, steps: for rows of this rank's shard only.
+        state: state before the next rows; that of the next pass if this one is over.
+        rest: state of this pass after these rows, to take further rows of it if any are left.
+        over: whether the pass ends with these rows.
     """
 
     shard: NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Group sampling: whole groups of rows, such as all answers to one prompt (GRPO)."""
+"""`GroupSampling`: draws whole groups of rows, such as all answers to one prompt (GRPO)."""
 
 from __future__ import annotations
 

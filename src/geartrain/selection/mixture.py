@@ -1,4 +1,7 @@
-"""Mixtures: batches from several stores in fixed shares, and the seeds of strategies that name none."""
+"""`Mixture`: draws each batch from several stores in fixed shares.
+
+The file also derives the seeds of strategies that were created without one.
+"""
 
 from __future__ import annotations
 

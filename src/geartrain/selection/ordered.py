@@ -1,4 +1,4 @@
-"""Ordered strategies: highest priority, newest and oldest first."""
+"""Strategies that take rows in an order: highest priority first, newest first or oldest first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules: numbers that follow the step, such as the annealing of alpha and beta."""
+"""Schedules: numbers that depend on the step, for example to anneal alpha and beta."""
 
 from __future__ import annotations
 

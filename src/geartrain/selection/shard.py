@@ -1,4 +1,4 @@
-"""A shard as one of its ranks sees it, and a batch drawn from all shards as one rank knows it."""
+"""`Shard` and `ShardedDraw`: one rank's view of the shards, and of a batch drawn from all of them."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ class StepPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's shard, and what is known of the others.
+    """This rank's shard, and the data that is known of the other shards.
 
     Attributes:
         candidates: the shard's rows.
-        number, count: which of how many shards it is.
-        gather: takes this shard's array and returns every shard's, (count, ...), in their order. Only the rank that
-            leads the shard is heard.
-        leads: whether this rank does.
+        number, count: number of this shard, and number of shards.
+        gather: takes this shard's array and returns every shard's, (count, ...), in their order. Only the array of the
+            shard's leader counts.
+        leads: whether this rank leads the shard.
         tell: takes the leader's array and returns it on all ranks of the shard.
-        exact: whether ranks may only read rows that the leader has found: the store limits how often rows are
-            sampled, so that they vanish as they are drawn.
-        totals: what `total_of` says on the leader of every shard, (count,), where that is known already.
-        offers: what `offer_of` says on the leader of every shard, (count, ...), where that is known already.
-        steps: which steps count, where draws are over steps or by their priorities; None where rows are drawn.
-        min_length: rows that are shorter are not drawn.
+        exact: whether ranks may only read rows that the leader has found. That is so if the store limits how often rows
+            are sampled, because rows then vanish as they are drawn.
+        totals: `total_of` on the leader of every shard, (count,), if that is known already.
+        offers: `offer_of` on the leader of every shard, (count, ...), if that is known already.
+        steps: the steps that count, if draws are over steps or by their priorities; None if rows are drawn.
+        min_length: shorter rows are not drawn.
     """
 
     candidates: Candidates

@@ -1,30 +1,37 @@
-"""Selection over shards: every rank finds out the whole batch from a few numbers of each shard.
+"""Selection over the shards of many ranks: every rank computes the whole batch from a few numbers of each shard.
 
-The rows of all shards, one shard after the other, are one population. What is drawn from it is what would be drawn if
-they lay in one store (native/selection/selection.h), so the same rows in the same order give the same batch, however
-they are cut into shards. Each shard contributes, per batch:
+The rows of all shards form one population, one shard after the other. A draw gives the rows that a single store with
+these rows would give (native/selection/selection.h). So the same rows in the same order give the same batch, however
+they are split into shards.
 
-| strategy | what its ranks learn from a shard | bytes |
+Each shard contributes per batch:
+
+| strategy | data that a shard sends | bytes |
 |---|---|---|
 | `Uniform`, `Prioritized`, stratified or not | the sum of its priorities, or the number of its rows | 8 |
-| the same without replacement | that, and a bit per draw: is the row new? | 16 + n/8, rarely more |
+| the same without replacement | the same, and one bit per draw: is the row new? | 16 + n/8, rarely more |
 | `GroupSampling` | its groups: key, number of rows, priority | 16 a group of the largest shard |
 | `TopK`, `Fifo`, `Lifo` | its first n + 16 rows: order and key | 16 or 24 a row |
 
-With totals in hand a draw is a number below their sum; whose shard it falls into is a search among W numbers, which
-every rank does for itself, and which row it is only that shard's ranks need to find out. (GEAR, section 3.3, gathers
-all N priorities on one GPU and broadcasts the result.)
+A draw is a number below the sum of all totals. Every rank searches the W totals for the shard that owns it. Only the
+ranks of that shard look up the row. GEAR (section 3.3) gathers all N priorities on one GPU instead and broadcasts the
+result.
 
-Where several ranks share a shard, one of them is its leader, and where all of them must see the same
-rows while writers change them (no row twice, limits, limited samples) it finds the rows and sends them to the others,
-12 bytes a draw within the host.
+If several ranks share a shard, one of them leads it. Some draws need all ranks of a shard to see the same rows while
+writers change them: draws without replacement, with limits, or with limited samples. Then the leader looks up the rows
+and sends them to the other ranks, 12 bytes a draw within the host.
 
-A strategy of your own takes part by its declared form (`geartrain.selection.Traits`), or by a method
-`select_shards(shard, n, step, *, state) -> ShardedDraw`.
+A custom strategy works over shards in one of two ways:
 
-Draws that may be refused (`Limits`, `Uniform(over="steps")`, steps by their priorities with a view that not every step
-has) take further attempts, of which shards tell a bit each: n/2 bytes a batch and shard, 16/8 for each of the few draws
-that four attempts have not settled, and in the end a total and a pass over the rows (sharded_attempts.py).
+- it declares its traits (`geartrain.selection.Traits`), or
+- it has a method `select_shards(shard, n, step, *, state) -> ShardedDraw`.
+
+Some draws may be refused: with `Limits`, with `Uniform(over="steps")`, or by step priorities if the view cannot use
+every step. A refused draw needs further attempts (sharded_attempts.py). Their cost per shard is:
+
+- n/2 bytes for the batch, one bit for each draw and attempt;
+- 16/8 bytes for each of the few draws that four attempts did not settle;
+- in the end a total and a pass over the rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""Draws from shards that may be refused: by limits, by a row's length, or as steps that no window is told by.
+"""Repeats draws from shards that were refused.
 
-A refused draw is made again under the next attempt, as one store does (native/selection/selection.h). The totals stay
-the same meanwhile, so every rank knows the targets of all attempts, and each shard tells of its own which are taken, a
-bit a draw and attempt. Several attempts are made at once: of a batch hardly ever more than two rounds are needed.
+A draw is refused by limits, by the row's length, or because no window is identified by the drawn step. It is repeated
+under the next attempt number, as in a single store (native/selection/selection.h).
+
+The totals stay the same between attempts, so every rank knows the targets of all attempts. Each shard reports the
+accepted ones among its own targets, one bit for each draw and attempt. Several attempts share a round, so a batch
+rarely needs more than two rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Groups drawn as a whole from several shards: every rank draws from the list of all shards' groups."""
+"""Draws whole groups from several shards. Every rank draws from the list of all shards' groups."""
 
 from __future__ import annotations
 

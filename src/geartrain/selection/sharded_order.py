@@ -1,4 +1,7 @@
-"""Rows of several shards in order (oldest, newest, highest priority first), from the first rows of each."""
+"""Takes the first rows of several shards in an order: oldest, newest or highest priority first.
+
+Each shard offers its own first rows, and every rank merges the offers.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Draws from shards by their totals: each is a number below the sum, and falls into one shard.
+"""Draws from shards by their totals. Each draw is a number below the sum, and falls into one shard.
 
-Independent draws need the totals alone; draws without replacement also whether each row is new, a bit a draw.
+Independent draws need only the totals. Draws without replacement also need to know whether each row is new, which takes
+one bit a draw.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ Found = tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32], NDArra
 
 
 class RowSums:
-    """A shard's rows, or steps where these are drawn by priority, to be found by numbers below their total.
+    """Finds a shard's rows by numbers below their total; finds steps if these are drawn by priority.
 
     Args:
-        shard: whose rows they are, and which of their steps count.
-        strategy: by which draws are made, at a step.
-        traits: of the strategy, with the limits that hold here.
+        shard: the shard, and which steps of its rows count.
+        strategy: strategy of the draws, at a step.
+        traits: traits of the strategy, with the limits that hold here.
     """
 
     def __init__(self, shard: Shard, strategy: Strategy, traits: Traits, step: int) -> None:

@@ -1,10 +1,11 @@
-"""Selection strategies: the protocol, the traits that a strategy declares, and what it draws from and returns.
+"""The protocol of selection strategies, the traits that a strategy declares, and the inputs and results of a draw.
 
-A strategy holds settings and nothing else. Everything random comes from Philox counters keyed by (seed, step, draw
-number), so the same candidates, seed and step give the same rows on any machine, and a resumed run draws what the
-uninterrupted one would have (Salmon et al., 2011; GEAR, section 3.3). What a draw is, to the bit, stands in
-native/selection/selection.h; priorities are fixed-point integers summed in 64 bits, exact whatever their number and
-order.
+A strategy holds settings and no other state. Random numbers come from Philox counters with the key (seed, step, draw
+number) (Salmon et al., 2011; GEAR, section 3.3). So the same candidates, seed and step give the same rows on any
+machine. A resumed run draws the same rows as an uninterrupted one.
+
+native/selection/selection.h defines every draw to the bit. Priorities are fixed-point integers that are summed in 64
+bits. Their sums are exact, whatever their number and order.
 
 | strategy | file | chooses |
 |---|---|---|
@@ -15,7 +16,7 @@ order.
 | `GroupSampling` | groups | whole groups of rows, such as all answers to one prompt |
 | `Mixture` | mixture | from several stores at once, in fixed shares |
 
-All of them leave out rows that are free, half-written, removed or exhausted, and take `Limits` on version, age and
+No strategy chooses free, half-written, removed or exhausted rows. All of them accept `Limits` on version, age and
 length.
 
 Example:

@@ -1,8 +1,8 @@
-"""Work on a GPU: Triton kernels that choose the rows native/selection/draw.cc would and fetch what
-native/fetch/fetch.cc would, to the bit.
+"""Triton kernels that draw rows and gather them on a GPU, with the same results to the bit as the native CPU code.
 
-One file per kernel, each with a slow and obvious torch reference; `candidates.DeviceCandidates` puts them
-together. Nothing is imported until it is asked for: `why_not_viable()` says what is missing, for `geartrain doctor`.
+The CPU counterparts are native/selection/draw.cc and native/fetch/fetch.cc. Each kernel has one file, with a slow and
+obvious torch reference. `candidates.DeviceCandidates` combines the kernels for draws. Nothing is imported before its
+first use. `why_not_viable()` says what is missing, for `geartrain doctor`.
 
 | file | what it does | bytes |
 |---|---|---|

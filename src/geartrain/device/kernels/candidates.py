@@ -1,11 +1,14 @@
-"""Candidates of draws on a GPU: the counterpart of `geartrain._native.Candidates`, method for method.
+"""`DeviceCandidates`: draws rows on a GPU, with the same methods as `geartrain._native.Candidates`.
 
-The priorities live in device memory and stay the caller's. Sums are made by `rebuild()` and kept by `update()`.
-Everything runs on the current stream; calls that have to know a number (is there anything to draw?) wait for the
-device, once after each change.
+The priorities live in device memory and belong to the caller. `rebuild()` computes their sums, and `update()` keeps the
+sums current. Everything runs on the current stream. Some calls need a number on the host, such as whether there is
+anything to draw. They wait for the device once after each change.
 
-Device memory besides the priorities: 16 bytes a tile of 256 rows; as much again for draws by row where rows can be
-unselectable; 4 N for the order of sequence numbers, made when it is first needed.
+Device memory besides the priorities:
+
+- 16 bytes for each tile of 256 rows,
+- as much again for draws by row if rows can be unselectable,
+- 4 N for the order of sequence numbers, allocated on first use.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ class DeviceCandidates:
 
     @property
     def device(self) -> torch.device:
-        """Where everything is."""
+        """Device of all tensors."""
         return self.values.device
 
     def rebuild(self) -> None:
@@ -222,12 +225,13 @@ class DeviceCandidates:
         return rows, _generations(rows), probability, 0
 
     def first(self, order: int, n: int, after: int, excluded: Rows = (), limits: None = None) -> Chosen:
-        """The first n rows in an order: 0 oldest, 1 newest, 2 heaviest, of equals the older; none of `excluded`.
+        """The first n rows in an order: 0 oldest, 1 newest, 2 heaviest (the older of equals first); none of `excluded`.
 
-        Sequence numbers up to and including `after` are passed over.
+        Rows with sequence numbers up to and including `after` are skipped.
 
         Returns:
-            rows (int64), generations (all 1), probability (all 1) and how many were found; what is behind those is 0.
+            rows (int64), generations (all 1), probability (all 1), and the number of rows found. Elements after that
+            number are 0.
         """
         self._check_key(0, 0, 0, limits)
         gone = self._known(excluded)
@@ -260,7 +264,7 @@ class DeviceCandidates:
         return self._age_of
 
     def _up_to(self, after: int) -> int:
-        """How many rows have sequence numbers up to and including `after`."""
+        """Number of rows with sequence numbers up to and including `after`."""
         if self.sequence is None:
             return min(after, len(self.values))
         return int(torch.count_nonzero(self.sequence <= min(after, 2**63 - 1)))

@@ -1,4 +1,4 @@
-"""Checks of a kernel's arguments before its launch."""
+"""Checks of a kernel's arguments before its launch, and helpers for launches."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def interpreted(compiled: int, interpreted_: int) -> int:
-    """A launch parameter: the interpreter pays for programs, a GPU for what a program holds."""
+    """Chooses a launch parameter. The interpreter is slow per program, a GPU per element of a program."""
     return interpreted_ if interpreting() else compiled

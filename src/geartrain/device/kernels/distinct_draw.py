@@ -1,9 +1,11 @@
-"""Draws without replacement: the first different rows of a sequence of draws with replacement.
+"""Draws rows without replacement: the first distinct rows of a sequence of draws with replacement.
 
-Draws 0, 1, 2, ... are made at once, 1.25 n + 64 of them and, when those are too few, all 4 n + 64. A stable sort by row
-shows which of equal rows came first. When even 4 n + 64 draws did not find n rows, the rest are drawn one after the
-other from a copy of the values without the chosen rows (native/selection/selection.h says so), each taken out before
-the next:
+Draws 0, 1, 2, ... run in parallel: 1.25 n + 64 of them, or 4 n + 64 if those are too few. A stable sort by row shows
+which of several equal rows came first.
+
+If even 4 n + 64 draws give fewer than n distinct rows, the remaining rows are drawn one at a time
+(native/selection/selection.h). These draws use a copy of the values without the rows chosen so far. Each drawn row is
+removed from the copy before the next draw:
 
     total    [ 1 ]       carried along
     top      [ 8 ]       groups of 1024 groups
@@ -11,11 +13,11 @@ the next:
     tiles    [ 8 Mi ]    sums of 256 values
     values   [ 2 Gi ]
 
-Bytes: those of the draws and 24 a draw for the sort. The rest: 8 N for copy and sums, then one program that takes four
-dependent steps of 2 to 8 KB a row; expect some microseconds a row, so this is for the few that are left, which is where
-n is close to the number of rows or the priorities are very uneven.
+Bytes: those of the draws, and 24 a draw for the sort. The one-at-a-time draws need 8 N for the copy and its sums. One
+program makes them, with four dependent steps of 2 to 8 KB a row. Expect some microseconds a row. They only happen if n
+is close to the number of rows, or if the priorities are very uneven.
 
-Versions: 1. (this). No GPU has timed it yet.
+No GPU has timed this yet.
 """
 
 from __future__ import annotations

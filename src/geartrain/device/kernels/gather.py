@@ -1,59 +1,66 @@
-"""Chosen rows out of mapped host memory into a batch in device memory: all fields and windows in one launch.
+"""Gathers chosen rows from mapped host memory into a batch in device memory: all fields and windows in one launch.
 
-native/fetch/fetch.cc's work, done by the GPU itself (GEAR, section 3.4): it reads the rows' words and blocks where they
-are, in shared memory that is registered with the driver, and writes the batch, its padding, mask and metadata. No CPU
-touches a row.
+The GPU does the work of native/fetch/fetch.cc (GEAR, section 3.4). The rows lie in shared memory that is registered
+with the driver. The GPU reads their words and blocks in place, and writes the batch, its padding, mask and metadata. No
+CPU touches a row.
 
-What is written, row by row, is native/fetch/fetch.h's: a window of W steps that ends at step t holds steps max(0, t - W
-+ 1)
-.. t and nothing later; missing steps are 0. Fields may be converted on the way: y = float32(x) * scale + offset, each
-step rounded to float32, then to the output's dtype. Where it is 0 because there is no step, it is 0 whatever the
-offset. With `cu_seqlens` the windows stand one behind the other instead, without padding.
+Output. native/fetch/fetch.h defines it, row by row. A window of W steps that ends at step t holds steps
+max(0, t - W + 1) .. t and nothing later. Missing steps are 0. Fields may be converted on the way:
+y = float32(x) * scale + offset, with each operation rounded to float32, then to the output's dtype. Missing steps stay
+0 whatever the offset. With `cu_seqlens` the windows are packed one after the other, without padding.
 
-How it is cut. A row of the batch is a few *slots*: one for its metadata (mask, start, length, version) and, for each
-field, as many pieces of CHUNK bytes as its window may touch. There is one program a multiprocessor, each of which takes
-every so many-th slot of the batch: enough to keep the link busy (an H100's 132 have 540 KB in flight; 2, 4 and 8 times
-as many, and pieces of 2 to 16 KB, move no more), few enough to leave the multiprocessors to the model.
+Work split. Each row of the batch is a few *slots*. One slot is for its metadata (mask, start, length, version). Each
+field has as many slots, pieces of CHUNK bytes, as its window may touch. One program per multiprocessor takes every
+so-many-th slot of the batch. That keeps the link busy (an H100's 132 programs have 540 KB in flight) and leaves the
+multiprocessors to the model. Neither 2, 4 and 8 times as many programs nor pieces of 2 to 16 KB move more.
 
-Alignment. Host memory is read in whole, aligned groups of 16 bytes, a warp's 512 bytes side by side and from a multiple
-of 128 on, whatever the window's first byte is: what the link carries are full requests. Groups that hold no wanted byte
-are not read; blocks are aligned to 64 bytes, so a group never leaves its block. The shift between source and
-destination is undone in the stores, which go to device memory and can be as narrow as the field's step demands: 16
-bytes a thread where steps are a multiple of 16, else 8, 4, 2 or 1.
+Alignment. Host memory is read in aligned groups of 16 bytes, whatever the window's first byte is. A warp reads 512
+adjacent bytes from a multiple of 128, so the link carries full requests. Groups without a wanted byte are not read.
+Blocks are aligned to 64 bytes, so a group never leaves its block. The stores undo the shift between source and
+destination. They go to device memory, and are as wide as the field's step allows: 16 bytes a thread if steps are a
+multiple of 16, else 8, 4, 2 or 1.
 
-Torn rows. Each row's word is read once before and once after its blocks, as native/fetch/fetch.cc does, by launches of
-their own: words that each slot read again would be read by hundreds of programs at a time from one address, which the
-link answers one after the other (the first version did: 0.7 to 16 of 55 GB/s on an H100).
+Torn rows. A row is torn if a writer overwrote it during the gather. Like native/fetch/fetch.cc, the GPU reads each
+row's word once before and once after its blocks, in separate launches. If each slot read the word again, hundreds of
+programs would read one address at a time. The link answers such reads one after the other, which gave 0.7 to 16 of 55
+GB/s on an H100.
 
     1  look up    w = ld.acquire.sys(word)     the generation must be the key's
-    2             length                       behind it, ld.volatile
+    2             length                       after it, ld.volatile
     3  gather     version, blocks              ld.volatile, which is ld.relaxed.sys
     4  mark       fence.acq_rel.sys            in every thread
-    5             ld.volatile(word)            the generation must be the key's still
+    5             ld.volatile(word)            the generation must still be the key's
 
-A launch begins when the one before it on its stream has ended and all that it read and wrote is performed, so that the
-three stand in the order of a thread's own program. A writer changes the word, fences (Store::allocate), and only then
-writes the block; it commits the next word after the block. If a load of 3 returns a byte of the next row, it has read a
-store that came after the change of the word; by the fences on both sides, step 5 then sees the changed word, and the
-row is torn. If step 1 returns the key's word, its acquire makes 3 see the block that was committed with it, not older
-bytes that a cache of the GPU may still hold. All of them are at system scope, which is the one that includes the CPU's
-threads; at any narrower one the multiprocessor's L1 may answer. Nothing is asked of the link but that it carries reads
-of host memory that snoop the CPU's caches, in the order in which the GPU waits for them. No atomic operation is made on
-host memory: without PCIe atomics the device would do it as a read and a write, and could undo a CPU's change. Rows that
-are torn have bytes in the batch until they are drawn again; no batch is handed out with any. (The generation has 32
-bits and moves by two a life; to be fooled, a row has to be rewritten 2^31 times during one copy, as on the CPU.)
+A launch begins when the one before it on its stream has ended and all of its reads and writes are performed. So the
+three launches are ordered like the program of one thread. Why step 5 sees every overwrite:
 
-Rows that grow. A row may get longer while its generation stays (Store::publish), so that two reads of its length may
-differ, and pieces of one window would not fit together. The first launch reads each length once, with a fence behind
-it: steps are written before they are counted, so those that were counted are there to be read.
+- A writer changes the word, fences (Store::allocate), and only then writes the block. It commits the next word after
+  the block.
+- Suppose a load of 3 returns a byte of the next row. Then it has read a store that came after the change of the word.
+  By the fences on both sides, step 5 sees the changed word, and the row is torn.
+- If step 1 returns the key's word, its acquire makes 3 see the block that was committed with it. Older bytes that a
+  cache of the GPU may still hold are not returned.
 
-Rows that are written in place (Store::rewrite) keep their generation and change their content number. Slots of one row
-would hold different states of it, so the numbers are read by the first launch and compared by the last: a row whose
-number was odd or has changed is torn, and drawn again.
+All of these are at system scope, the only one that includes the CPU's threads. At a narrower scope the multiprocessor's
+L1 may answer. The link only needs to carry reads of host memory that snoop the CPU's caches, in the order in which the
+GPU waits for them. No atomic operation touches host memory. Without PCIe atomics the device would replace it by a read
+and a write, and could undo a CPU's change.
 
-Bytes: the window once over the link, and 128 bytes of words and metadata a row, twice. On an H100 (PCIe 5, copy engine
-54.7 GB/s) whole rows of 4, 20, 100 and 1,000 KB move at 38, 42, 45 and 45 GB/s in batches of 50 MB: a request of a
-multiprocessor is 128 bytes, of a copy engine more.
+The bytes of torn rows stay in the batch until the rows are drawn again. No batch with torn rows is delivered. The
+generation has 32 bits and moves by two when a slot is reused. As on the CPU, a torn row stays unnoticed only if the
+slot is rewritten 2^31 times during one copy.
+
+Rows that grow. A row may get longer while its generation stays (Store::publish). Two reads of its length may then
+differ, and pieces of one window would not match. So the first launch reads each length once, with a fence after it.
+Writers write steps before they count them, so all counted steps are readable.
+
+Rows that are rewritten in place (Store::rewrite) keep their generation and change their content number. Slots of one
+row could hold different states of it. So the first launch reads the content numbers, and the last one compares them. A
+row whose number was odd or has changed is torn, and drawn again.
+
+Bytes: the window once over the link, and 128 bytes of words and metadata a row, twice. Measured on an H100 (PCIe 5,
+copy engine 54.7 GB/s) in batches of 50 MB: whole rows of 4, 20, 100 and 1,000 KB move at 38, 42, 45 and 45 GB/s. A
+multiprocessor's requests are 128 bytes each; those of a copy engine are larger.
 """
 
 from __future__ import annotations
@@ -87,17 +94,17 @@ _LAST, _GIVEN, _DRAWN = 0, 1, 2  # how a window's last step is found
 
 
 class GatherPlan:
-    """One kind of batch: which fields, which windows, which layout; checked once, launched for every batch.
+    """Fields, windows and layout of one kind of batch: checked once, launched for every batch.
 
     Args:
-        segment: the store's.
-        fields: what is gathered.
+        segment: layout of the store's segment.
+        fields: fields to gather.
         window: steps of a window; 0 for whole rows.
-        pad_left: where missing steps go.
-        packed: windows one behind the other, without padding.
+        pad_left: whether missing steps are padded before the window.
+        packed: windows are packed one after the other, without padding.
 
     Raises:
-        ArgumentError: a conversion that there is not, or a window of 2 GB and more.
+        ArgumentError: an unknown conversion, or a window of 2 GB or more.
     """
 
     def __init__(
@@ -252,7 +259,7 @@ class GatherPlan:
             )
 
     def _launches(self, like: torch.Tensor) -> tuple[Launch, Launch, Launch]:
-        """Of the gather, of the look-up of rows, and of the marking of torn ones."""
+        """Launches of the gather, of the look-up of rows, and of the marking of torn rows."""
         if self._made is None:
             order = order_for(like)
             about = {"STATUS_STRIDE": self.segment.status_stride, "BLOCK": BLOCK, "ORDER": order}
@@ -307,7 +314,7 @@ class GatherPlan:
         draw: tuple[int, int, int] | None = None,
         numbers: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Where each window of a packed batch begins, and at last how many steps there are: (k + 1,) int32."""
+        """Offsets of the windows of a packed batch, and the total number of steps at the end: (k + 1,) int32."""
         k = len(rows)
         counts = torch.zeros(k + 1, dtype=torch.int32, device=rows.device)
         seed, step, attempt = draw or (0, 0, 0)

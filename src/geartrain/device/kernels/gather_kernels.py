@@ -1,5 +1,7 @@
-"""The kernels of the gather: rows are looked up once, steps are counted where windows are packed, rows are moved, and
-looked up again."""
+"""The Triton kernels of the gather (gather.py).
+
+They look up the rows, count the steps of packed windows, move the rows, and check at the end which rows are torn.
+"""
 
 from __future__ import annotations
 
@@ -230,7 +232,7 @@ def gather_rows_kernel(
 
 @triton.jit
 def _content_numbers(segment, row, inside, status_at, STATUS_STRIDE: tl.constexpr):
-    """Of rows (native/segment/segment.h), as they are in memory now."""
+    """Current content numbers of rows (native/segment/segment.h)."""
     about = segment + (status_at + row * STATUS_STRIDE + 16)
     return tl.load(about.to(tl.pointer_type(tl.int64)), mask=inside, other=0, volatile=True)
 

@@ -1,4 +1,4 @@
-"""Layout of a gather: columns of the segment, their conversions, and their places in the batch's arena."""
+"""Layout of a gather: the columns of the segment, their conversions, and their offsets in the batch's arena."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _BYTES = {
 
 @dataclass(frozen=True)
 class GatherField:
-    """One column of a segment, and what is to become of it in a batch.
+    """One column of a segment, and its conversion in a batch.
 
     Attributes:
-        name: of the field.
+        name: name of the field.
         dtype: as `geartrain.core.schema.DTYPES` names it.
         itemsize: bytes of one element.
-        offset, stride: of the column's first block in the segment, and from one block to the next; multiples of 64.
-        block_bytes, step_bytes: of a block and of one step; the same for a field without time.
+        offset, stride: offset of the column's first block in the segment, and distance between blocks; multiples of 64.
+        block_bytes, step_bytes: bytes of a block and of one step; the same for a field without time.
         timed: whether its first axis is time.
         result: dtype to convert to; None to keep bytes as they are.
         scale, shift: result = float32(x) * scale + shift.
@@ -98,9 +98,9 @@ class SegmentLayout:
 
 @dataclass(frozen=True)
 class Arena:
-    """Where in the one buffer of a batch of n rows everything stands: offsets in bytes, all of them aligned to 256.
+    """Layout of the buffer that holds a batch of n rows: offsets in bytes, all aligned to 256.
 
-    Probabilities and importance weights are the host's, which sends them; kernels leave them alone.
+    The host sends probabilities and importance weights. Kernels do not touch them.
     """
 
     n: int

@@ -1,4 +1,4 @@
-"""Reads of host memory in the order in which torn rows are seen: see the text at the top of gather.py."""
+"""Loads of host memory in the order that detects torn rows. The docstring of gather.py explains this order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def warps_of(chunk: int, order: int) -> int:
 
 
 def order_for(arena: torch.Tensor) -> int:
-    """How a launch that writes there has to read: by the GPU's vendor."""
+    """The order of reads for launches that write to this arena, by the GPU's vendor."""
     if interpreting() or arena.device.type != "cuda":
         return PLAIN
     return AMD if torch.version.hip else NVIDIA
@@ -43,7 +43,7 @@ def first_word(word, ORDER: tl.constexpr):
 
 @triton.jit
 def behind(value, ORDER: tl.constexpr):
-    """The value itself, behind everything that this thread has read before: what it reads next is read later.
+    """The value itself, ordered after all earlier reads of this thread. Reads that use it come later.
 
     An int64; on AMD its low 32 bits, with their sign.
     """
@@ -65,7 +65,7 @@ def behind(value, ORDER: tl.constexpr):
 
 @triton.jit
 def still(word, generation, ORDER: tl.constexpr):
-    """Whether the row's generation is what it was, once everything before has been read."""
+    """Whether the row's generation is unchanged after all earlier reads."""
     expected = behind(generation, ORDER) & 0xFFFFFFFF
     return ((tl.load(word, volatile=True) >> 32) & 0xFFFFFFFF) == expected
 

@@ -1,4 +1,4 @@
-"""The gather as torch and loops have it: slow, obvious, and what the kernels have to agree with."""
+"""Reference of the gather in torch and Python loops: slow and obvious. The kernels have to agree with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reference_gather(
     cu_seqlens: Sequence[int] | None = None,
     clear: bool = True,
 ) -> None:
-    """What `GatherPlan.launch` does, a row at a time, on the CPU."""
+    """Reference of `GatherPlan.launch`: one row at a time, on the CPU."""
     about = plan.segment
     torn = arena[layout.torn : layout.torn + layout.n]
     if clear:
@@ -87,7 +87,7 @@ def reference_count_steps(
     draw: tuple[int, int, int] | None = None,
     numbers: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """What `GatherPlan.count_steps` does."""
+    """Reference of `GatherPlan.count_steps`."""
     counts = [0]
     for i, row in enumerate(rows):
         status = plan.segment.status + row * plan.segment.status_stride

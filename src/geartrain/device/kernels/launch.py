@@ -1,9 +1,9 @@
-"""Launch of a compiled Triton kernel without Triton's look-up of its arguments.
+"""Launches a compiled Triton kernel without Triton's lookup of its arguments.
 
-`kernel[grid](...)` looks at every argument to find the compiled form that fits, which takes longer than the launch.
-That form depends on the dtype of each tensor, on whether its address is a multiple of 16, on the device and on the
-constants; numbers that are not specialized do not count. A `Launch` keeps the compiled kernel of each such combination,
-and gives it its arguments as they are.
+`kernel[grid](...)` inspects every argument to find the matching compiled kernel, which takes longer than the launch.
+The match depends on four things: the dtype of each tensor, whether its address is a multiple of 16, the device, and the
+constants. Numbers that are not specialized do not count. A `Launch` keeps the compiled kernel of each combination and
+passes it the arguments unchanged.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Random bits from counters, and whole numbers below a bound: native/base/random.h as Triton device functions.
 
-A draw's 128 bits are Philox4x32-10 (Salmon et al., 2011) with the counter (draw, stream << 24 | attempt, step) and
-the key seed. below(x) = floor(bits * x / 2^128), from two 64-bit high products and a carry. No memory is touched; about
-90 integer instructions a draw.
+The 128 bits of a draw are Philox4x32-10 (Salmon et al., 2011). The counter is (draw, stream << 24 | attempt, step), and
+the key is the seed. below(x) = floor(bits * x / 2^128), from two 64-bit high products and a carry.
 
-Versions: 1. ten rounds unrolled with 32 x 32 -> 64 products (mul.wide.u32). No GPU has timed it yet.
+Cost: no memory access, about 90 integer instructions a draw. The ten rounds are unrolled with 32 x 32 -> 64 products
+(mul.wide.u32). No GPU has timed this yet.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
-"""New priorities for many rows at once: priorities[rows] = values, where of duplicates the last wins, and sums follow.
+"""Sets new priorities of many rows at once: priorities[rows] = values. The last of duplicates wins, and sums follow.
 
-A plain scatter with duplicates is a race. Here the priorities themselves are the scratch memory in which the duplicates
-of a row settle who is last, so no scratch of the size of the table is needed. Four launches, since each needs
-all of the one before to be finished:
+A plain scatter with duplicates is a race. Here the duplicates of a row use the row's own priority to settle which one
+is last. So no scratch memory of the size of the table is needed. The update takes four launches, because each step
+needs the whole previous step to be finished:
 
-    1. take    old[i] = exchange(priorities[rows[i]], 0)      of a row's duplicates one gets the priority, the others 0
+    1. take    old[i] = exchange(priorities[rows[i]], 0)      one duplicate of a row gets the priority, the others 0
     2. bid     priorities[rows[i]] = max(itself, i + 1)
     3. settle  won[i] = priorities[rows[i]] == i + 1
     4. write   winners write their value; every i adds (won ? value : 0) - old to its tile's sum
 
-Until the last is done the priorities are meaningless: draws have to be on the same stream, or wait. Bytes: five visits
-to a 32-byte sector of the priorities, one to one of the sums, 45 of arguments: about 240 a row, B = 1e6: 0.24 GB.
+Until the last launch is done the priorities are meaningless. So draws have to run on the same stream, or wait. The
+atomic operations are relaxed, because the launches order the steps.
 
-The atomic operations are relaxed: launches are what puts steps in order.
+Bytes: about 240 a row, which is 0.24 GB for B = 1e6 rows. That is five visits to a 32-byte sector of the priorities,
+one to a sector of the sums, and 45 bytes of arguments.
 
-Versions: 1. atomic max of i into an array of 4 N bytes, cleared before each update: 4 GB at N = 1e9 for B = 1e6 rows.
-2. (this) no array of that size. No GPU has timed it yet.
+An atomic max of i into an array of 4 N bytes would have to clear that array before each update: 4 GB at N = 1e9 for
+B = 1e6 rows. No GPU has timed this yet.
 """
 
 from __future__ import annotations

@@ -1,19 +1,27 @@
-"""The first rows in some order: heaviest (the older of equals first), oldest or newest after a sequence number.
+"""The first rows in an order: heaviest (the older of equals first), oldest, or newest after a sequence number.
 
-Each row gets a key of 63 bits, no two alike, the first row the largest:
+Each row gets a distinct key of 63 bits. The first row has the largest key:
 
     heaviest   priority << 31 | (2^31 - 1 - age)       age: the row's place in the order of sequence numbers
     oldest     2^31 - 1 - age
     newest     age                                   -1: not to be chosen
 
-One pass finds the best key of each tile of 256 rows. The k rows asked for are in the k tiles with the best such keys:
-every one of these k keys beats any key of another tile. So torch.topk looks at n / 256 keys, a second kernel makes the
-256 k keys of those tiles, and torch.topk orders them. The bound holds whatever the priorities, all equal included.
+One pass finds the best key of each tile of 256 rows. The first k rows lie in the k tiles with the best such keys.
+Each of these k keys beats any key of another tile. So three steps find the rows:
 
-Bytes: 4 N for the heaviest (1 N more for selectable bits, 4 N for ages); 12 N / 256; then about 7 KB a row asked for.
+1. torch.topk picks the k tiles among n / 256 keys.
+2. A second kernel computes the 256 k keys of these tiles.
+3. torch.topk orders them.
 
-Versions: 1. keys of all rows and one torch.topk: 8 N bytes written, several more read. 2. (this). No GPU has timed it
-yet.
+The bound holds for any priorities, even if all are equal.
+
+Bytes:
+
+- 4 N for the heaviest, 1 N more for selectable bits, 4 N for ages,
+- 12 N / 256 for the keys of tiles,
+- about 7 KB for each requested row.
+
+One torch.topk over the keys of all rows would write 8 N bytes and read several times that. No GPU has timed this yet.
 """
 
 from __future__ import annotations

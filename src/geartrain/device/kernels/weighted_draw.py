@@ -1,21 +1,23 @@
-"""Draws in proportion to priorities: running sums over tiles of 256 rows, then a search for each draw.
+"""Draws rows in proportion to their priorities: running sums over tiles of 256 rows, then a search for each draw.
 
     values   w w w w ... w | w w w w ... w | ...   uint32, or uint8 for selectable bits, one a row
     sums     [ 9314 ]        [ 8120 ]        ...   int64, one a tile of 256                      tile_sums_kernel
     running  [ 9314 ]        [ 17434 ]       ...   int64, sums up to and including the tile      torch.cumsum
     draw     target -> binary search in `running` -> which sixteenth of the tile -> which row    find_*_kernel
 
-Whole numbers are added, so any order of additions gives the same sums, and the rows are those of
-native/selection/draw.cc to the bit. Updates change `sums` (scatter_update.py); a new `running` costs 16 bytes a tile,
+The sums are integers, so they do not depend on the order of additions. The drawn rows are those of
+native/selection/draw.cc to the bit. Updates change `sums` (scatter_update.py). A new `running` costs 16 bytes a tile,
 not a pass over the priorities.
 
-Bytes. Rebuild: 4 N (and N with selectable bits), 24 N / 256 more for the sums. A draw: 22 steps of the search at
-N = 1e9, whose upper steps stay in the L2 (running is 31 MB), and the tile's 1 KB; then 64 bytes from the L1. At
-N = 1e9 and B = 1e6 that is 4 GB and 1.0-1.7 GB. Of a GPU's time: nothing has been measured yet.
+Bytes:
 
-Versions: 1. one kernel that searches and scans: idle lanes in the search, since a tile needs a warp and a search one
-lane. 2. (this) two kernels; 12 bytes a draw between them. A tile is scanned as 16 x 16, which takes a scan over 16 sums
-and one over 16 priorities, instead of one over 256 in 64-bit registers.
+- Rebuild: 4 N (and N with selectable bits), and 24 N / 256 for the sums. At N = 1e9 that is 4 GB.
+- A draw: 22 search steps at N = 1e9, the tile's 1 KB, then 64 bytes from the L1. `running` is 31 MB, so the upper steps
+  of the search stay in the L2. For B = 1e6 draws that is 1.0-1.7 GB.
+
+Search and scan are two kernels, with 12 bytes a draw between them. A tile needs a warp and a search needs one lane, so
+one kernel for both would leave lanes idle. A tile is scanned as 16 x 16: one scan over 16 sums and one over 16
+priorities, instead of one over 256 in 64-bit registers. No GPU has timed this yet.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ PART = 16  # a tile is PART parts of PART rows
 
 @dataclass(frozen=True)
 class DrawKey:
-    """What the random numbers of some draws depend on, beside their numbers."""
+    """The key of the random numbers of some draws, apart from the numbers of the draws."""
 
     seed: int
     step: int

@@ -1,15 +1,15 @@
-"""Batches in a GPU's memory: gathered by the GPU from pinned segments, or staged through pinned buffers.
+"""Builds batches in a GPU's memory, by one of two paths.
 
-Two paths, the same batches:
+    gather   The segment is pinned in place (device/pinned_memory.py). One Triton kernel reads the drawn rows from it
+             (device/kernels/gather.py). The CPU copies nothing.
+    staged   One native call draws and gathers into a pinned buffer. One asynchronous copy moves the buffer to the
+             device. Works for any segment, pinned or not.
 
-    gather   the segment is pinned where it is (device/pinned_memory.py) and one Triton kernel reads the drawn rows from
-             it (device/kernels/gather.py). The CPU copies nothing.
-    staged   one native call draws and gathers into a pinned buffer, and one asynchronous copy takes it to the device.
-             Works for any segment, pinned or not.
+Both paths give the same batches. Each writes a batch into one buffer of device memory, its *arena*, on a side stream
+and records an event at the end. The consumer's stream waits for this event; the consumer's thread does not.
 
-Either runs on a stream of its own, into one buffer of device memory a batch (an *arena*), with an event at its end. The
-consumer's stream waits for the event; its host does not wait. The arena comes from torch's allocator and is recorded
-for the consumer's stream: its memory is reused once the batch was dropped and that stream is done with it.
+Arenas come from torch's caching allocator and are recorded for the consumer's stream. The allocator reuses an arena
+once the batch was dropped and the consumer's stream has finished with it.
 
 | file | contents |
 |---|---|
@@ -18,9 +18,10 @@ for the consumer's stream: its memory is reused once the batch was dropped and t
 | `session` | `DeviceSession`: a replay's device, stream and segments, and their closing |
 | `target` | `DeviceTarget`: one store's segment, pinned or not, and its path |
 | `transfer` | `BatchTransfer`: one batch in flight; `ReadyBatch`; `StreamHandoff` to the consumer's stream |
-| `arena_batch` | `ArenaBatch`: a batch whose tensors are cut from its arena when they are asked for |
+| `arena_batch` | `ArenaBatch`: a batch whose tensors are views of its arena, created on first access |
+| `copied_rows` | rows that copy engines read from the pinned segment |
 | `staged_batches` | `StagedBatches`: a replay's batches in pinned host memory, sampled there |
-| `staging` | `StagingBuffer`: rows that were fetched, or sent by ranks, in pinned host memory |
+| `staging` | `StagingBuffer`: rows in pinned host memory, fetched here or sent by other ranks |
 | `pinned_pool` | `PinnedPool`: pinned buffers that are reused |
 | `layout` | conversion, packing and scattering within device memory |
 | `priority_mirror` | `DevicePriorities`: a store's priorities in device memory |

@@ -1,4 +1,4 @@
-"""Batch in an arena, one piece of device memory: its tensors are cut from it when they are asked for."""
+"""`ArenaBatch`: a batch in one buffer of device memory. Each tensor is a view of it, created on first access."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _Place: TypeAlias = tuple[Any, tuple[int, ...], tuple[int, ...], int]
 
 
 class ArenaViews:
-    """Where the tensors of a batch are in an arena: computed once for all batches of a kind.
+    """Offsets and shapes of a batch's tensors in an arena, computed once for all batches of a kind.
 
     Args:
-        plan: what was fetched.
-        gather: what of it is converted or packed.
-        layout: of the arena.
-        steps: of a packed batch.
+        plan: the fields that were fetched.
+        gather: conversion and packing of these fields.
+        layout: layout of the arena.
+        steps: steps of a packed batch.
 
     Attributes:
         n: rows of the batch.
-        nbytes: of its fields.
-        names: of its fields.
+        nbytes: bytes of its fields.
+        names: names of its fields.
     """
 
     def __init__(self, plan: FetchPlan, gather: GatherPlan, layout: Arena, steps: int | None = None) -> None:
@@ -92,7 +92,7 @@ def _cut(arena: torch.Tensor, place: _Place) -> torch.Tensor:
 
 
 class ArenaBatch(Batch):
-    """A batch whose tensors are cut from its arena when they are asked for; made by `arena_batch`."""
+    """A batch whose tensors are views of its arena, created on first access. Made by `arena_batch`."""
 
     __slots__ = ("_absent", "_arena", "_shown", "_views")
     _absent: tuple[str, ...]
@@ -161,7 +161,7 @@ def arena_batch(
     draw: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> ArenaBatch:
-    """A batch of what is, or will be, in an arena. `absent` names metadata that it has none of."""
+    """A batch over an arena that is filled already, or will be. `absent` names metadata that the batch lacks."""
     made: ArenaBatch = object.__new__(ArenaBatch)
     # The dataclass is frozen, so by the slots themselves.
     _put_arena(made, arena)

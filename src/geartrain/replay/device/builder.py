@@ -1,13 +1,16 @@
-"""Device batch builder: two batches in flight, the next one drawn and launched while one is being copied.
+"""Builds the batches of a replay on a device, with two of them in flight: it starts the next while one is being copied.
 
-    start     draws the rows, or has the device draw them from its copy of the priorities, and launches their copies
-    finish    waits for these, draws torn rows again, and hands the batch out
+    start     draws the rows on the host, or on the device from its copy of the priorities, and launches their copies
+    finish    waits for the copies, redraws torn rows, and returns the batch
 
-Each is a native call, as of a batch in host memory; what copies the rows is a transfer that it calls back. Both run on
-the replay's own thread, which sleeps while it waits. It has to wait: whether a row was overwritten during its copy is
-known when the copy is complete, and torn rows are redrawn before the batch is handed out. The consumer's host waits for
-this thread only, and its stream for the batch's event. Staged batches are sampled as those in host memory are, into
-pinned memory, and then sent.
+A row is torn if a writer overwrote it during its copy. Only a complete copy shows whether its rows are torn. So
+`finish` has to wait for the copies before it can return a batch.
+
+Both steps run on the replay's prefetch thread, which sleeps while it waits. The consumer's thread waits only for the
+prefetch thread, and the consumer's stream for the batch's event.
+
+Each step is one native call, as for a batch in host memory. The native code calls a transfer back to copy the rows
+(transfer.py). Staged batches are sampled into pinned memory like batches in host memory, and then sent.
 """
 
 from __future__ import annotations
@@ -61,13 +64,13 @@ class DeviceBatchBuilder:
     """Builds batches on a device; see `BatchBuilder`.
 
     Args:
-        samplers: of each store; their plans are all alike.
+        samplers: one for each store; their plans are all alike.
         selection: the strategy, or the mixture.
         batch_size: rows of a batch.
         options: as `Replay` was given them.
 
     Raises:
-        PinError, ArgumentError: what was asked for by name cannot be had.
+        PinError, ArgumentError: an option that was given by name cannot be used.
     """
 
     update_lag: int | None = None

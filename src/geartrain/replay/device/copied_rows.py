@@ -1,34 +1,48 @@
-"""Copied rows: a batch in transfer whose rows a device's copy engines take from the pinned segment, window by window.
+"""`CopyTransfer`: a device's copy engines read the drawn rows from the pinned segment, window by window.
 
-    launch     the host reads words and status of the rows, and gives the copies of their windows to the stream, and an
-               event behind them
-    resolve    when it has come, the host reads the words again: rows that were overwritten meanwhile are torn
-    complete   mask, starts, lengths and versions by one small copy; converts and packs as the staged path does
+    launch     the host reads the word and the status of each row, queues the copies of the windows on the stream, and
+               records an event after them
+    resolve    once the event has completed, the host reads the words again: rows overwritten meanwhile are torn
+    complete   sends mask, starts, lengths and versions in one small copy; converts and packs as the staged path does
 
-No CPU touches the bytes of a row, and no multiprocessor does.
+Neither the CPU nor a multiprocessor touches the bytes of a row.
 
-Torn rows. The order is that of native/fetch/row_pieces.h, the same as of a copy by the CPU:
+Torn rows. The order is the same as for a copy by the CPU (native/fetch/row_pieces.h):
 
     1  word, content number     native, acquire: the generation must be the key's, the row at rest
     2  length, version          native; the length with acquire order
-    3  the copies               begun by a call after 1, complete when their event has come
+    3  the copies               queued by a call after 1, complete when their event has completed
     4  fence, word, content     native: both must be as in 1
 
-A writer changes the word (or the content number), fences, and only then writes the block; it commits the next word
-after the block. If a copy of 3 has read a byte of the next row, that store had reached the memory that host and
-device share coherently, and so had the change of the word before it. The host reads the word of 4 after the event: a
-device signals an event by a write to host memory that it makes once the data of the copies before it has arrived, so
-the byte was read before the signal, and the host's read after the signal sees the changed word. The fence of 4 keeps
-the compiler and the processor from reading earlier. The other end: if 1 returns the key's word, its acquire makes the
-block that was committed with it visible to this thread; what a thread sees before it gives work to a stream is there
-for that work. That is what CUDA promises for every buffer that a host fills and copies. Copies may run in any order
-and in pieces: each byte of a row is read between 1 and 4, and it is the whole interval that is checked. Rows that
-grow: a row's length is read once, and all of its windows go by that; steps are written before they are counted. Rows
-that are written in place keep their generation and change their content number, which is odd meanwhile; all of 3 lies
-between two readings of it. (The generation has 32 bits and moves by two a life; to be fooled, a row has to be
-rewritten 2^31 times during one copy.)
+Why step 4 sees every overwrite:
 
-Nothing is asked of the link but that it carries reads of registered host memory that snoop the CPU's caches.
+- A writer changes the word (or the content number), fences, and only then writes the block. It commits the next word
+  after the block.
+- Suppose a copy of 3 read a byte of the next row. Then this byte had reached the memory that host and device share
+  coherently, and so had the earlier change of the word.
+- The device signals an event by a write to host memory, once the data of all earlier copies has arrived. So it read the
+  byte before the signal. The host reads the word in 4 after the signal, and sees the changed word.
+- The fence of 4 keeps the compiler and the processor from reading earlier.
+
+Why step 3 sees the block that belongs to the key:
+
+- If step 1 returns the key's word, its acquire makes the committed block visible to this thread.
+- CUDA guarantees that work on a stream sees what the thread saw before it queued the work. Every buffer that a host
+  fills and copies depends on that.
+
+Copies may run in any order and in pieces. Each byte of a row is read between 1 and 4, and the check covers that whole
+interval.
+
+Rows that grow: the length of a row is read once, and all of its windows use it. Writers write steps before they count
+them.
+
+Rows that are rewritten in place keep their generation. Their content number changes, and is odd during the rewrite. All
+of 3 lies between two readings of it.
+
+The generation has 32 bits and moves by two when a slot is reused. A torn row stays unnoticed only if the slot is
+rewritten 2^31 times during one copy.
+
+The link only needs to carry reads of registered host memory that snoop the CPU's caches.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Fetch into device memory: rows by key, into the caller's tensors, on the caller's stream.
+"""`geartrain.fetch(out=)` into device memory: copies rows by key into the caller's tensors, on the caller's stream.
 
-It is a batch whose keys were given (transfer.py), whose fields are copied from its arena to the tensors.
+A fetch builds a batch of the given keys in an arena (transfer.py), and copies its fields from there to the tensors.
 
-    gather   the host waits for the flags of torn rows, the only way to know of them
-    copy     the host waits for the copies, and then looks whether rows were torn
+    gather   the host waits for the flags that mark torn rows
+    copy     the host waits for the copies, and then checks for torn rows
     staged   torn rows are known before anything is sent; the host does not wait
 
-What a store needs for a kind of batch, a `DeviceTarget`, is kept with the store's handle until that is closed: pinning
-a segment takes longer than most fetches. Each is used by one fetch at a time, so threads may fetch at once.
+Each kind of batch needs a `DeviceTarget` of the store. The store's handle keeps these targets until it is closed,
+because pinning a segment takes longer than most fetches. One fetch at a time uses a target, so several threads may
+fetch at once.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _transfer(targets: Sequence[DeviceTarget], n: int) -> Transfer:
 
 
 def _copied(transfer: Transfer, place: NDArray[Any] | None, keys: Keys, ends: NDArray[np.int32] | None) -> FetchedRows:
-    """What is known of the rows behind keys, once they are in the transfer's memory; without their fields."""
+    """Metadata of the rows behind keys, without their fields, once the rows are in the transfer's memory."""
     n, launched = len(keys), []
     for number, target in enumerate(transfer.targets):
         mine = np.arange(n) if place is None else np.flatnonzero(place == number)
@@ -171,7 +172,7 @@ class FetchTargets:
         self._end(closed)
 
     def close(self) -> None:
-        """Unpins; what a fetch is using it closes itself."""
+        """Unpins. A fetch that still uses a target closes it itself."""
         with self._lock:
             self._closed = True
             kept = [target for _, target in self._kept]

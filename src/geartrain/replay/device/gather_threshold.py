@@ -1,12 +1,18 @@
-"""Gather threshold: the largest rows that the GPU gathers by itself, as measured on this machine where that was done.
+"""The largest rows that a GPU gathers by itself, measured on this machine or a default.
 
-`geartrain bench fetch --device cuda` times all paths by size of rows, and writes what it found for the GPU's name into
+`geartrain bench fetch --device cuda` times all paths for several row sizes. It stores the result under the GPU's name:
 
-    ~/.cache/geartrain/crossover.json        (under XDG_CACHE_HOME where that is set)
+    ~/.cache/geartrain/crossover.json        (under XDG_CACHE_HOME if it is set)
     {"NVIDIA H200": {"crossover_bytes": 1048576, "command": "...", "when": "..."}}
 
-Taken is, in this order: `DeviceOptions(crossover_bytes=...)`, GEARTRAIN_CROSSOVER_BYTES, that file, and at last
-`CROSSOVER_BYTES`, after an H100. `replay.describe()` says which it was.
+The first of these values applies:
+
+1. `DeviceOptions(crossover_bytes=...)`,
+2. the environment variable GEARTRAIN_CROSSOVER_BYTES,
+3. the file,
+4. `CROSSOVER_BYTES`, measured on an H100.
+
+`replay.describe()` reports which one is in use.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ CROSSOVER_BYTES = 96 << 10
 
 
 def measured_path() -> Path:
-    """Where measured values are kept."""
+    """Path of the file with measured values."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "geartrain" / "crossover.json"
 
 

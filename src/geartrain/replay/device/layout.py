@@ -1,7 +1,7 @@
-"""Layout changes within device memory: conversion, packing, scattering of rows.
+"""Changes the layout of rows in device memory: converts fields, packs windows and scatters rows.
 
-The gather kernel does all of this on its way. Here it is done by torch, a few operations a field, to what came by
-copies: batches that the CPU made, and rows that other ranks sent.
+torch does it here, with a few operations per field, for batches that the CPU made and for rows from other ranks. The
+gather kernel does the same work while it copies.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 def arrangement(
     transfer: Transfer, source: torch.Tensor, plan: GatherPlan, layout: Arena, mask: NDArray[np.bool_]
 ) -> Callable[[], None]:
-    """What fills a transfer's arena from one of padded rows, as a work for `Device.run`.
+    """Work for `Device.run` that fills a transfer's arena from an arena of padded rows.
 
-    It converts what is not converted, and packs where that was asked for. What it needs of the host is uploaded now.
+    It converts fields that are not converted yet, and packs windows if the batch is packed. This call uploads its host
+    data.
 
     Args:
-        transfer: where to.
-        source, plan, layout: a padded batch on the device, and how it lies there.
+        transfer: the transfer whose arena is filled.
+        source, plan, layout: a padded batch on the device, its plan and its layout.
         mask: (n, steps) of the batch, on the host.
     """
     import torch

@@ -1,4 +1,4 @@
-"""Choice of where the rows of each store are drawn: on the host, or from a copy of its priorities on the device."""
+"""Chooses for each store where its rows are drawn: on the host, or on the device from a copy of the priorities."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _WHY_HOST = {"staged": "batches are staged", "copy": "copies of rows are given t
 
 
 class Mirrors:
-    """For each store, the copy of its priorities that draws may be made from, or why there is none.
+    """For each store, the device's copy of its priorities, or the reason why the host draws.
 
     Args:
-        samplers: of each store; those that have a copy are told of it.
-        targets: of each store; none where nothing is gathered here.
+        samplers: one for each store. A sampler whose store has a copy gets a reference to it.
+        targets: one for each store; none if nothing is gathered here.
         options: as `Replay` was given them.
         over_ranks: whether draws are made from the shards of several ranks.
 
     Attributes:
-        copies: one for each store; None where the host draws.
+        copies: one for each store; None if the host draws.
 
     Raises:
-        ArgumentError: select="device" was asked for, and a store's rows cannot be drawn there.
+        ArgumentError: select="device" was requested, and a store's rows cannot be drawn there.
     """
 
     def __init__(

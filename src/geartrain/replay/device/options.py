@@ -1,4 +1,4 @@
-"""Device options of a replay: the path of its batches, and the conversion of fields on it."""
+"""`DeviceOptions` and `Convert`: how a replay's batches get to a device, and the conversion of fields on the way."""
 
 from __future__ import annotations
 
@@ -58,23 +58,30 @@ class DeviceOptions:
 
     Args:
         device: "cuda", "cuda:1", a torch.device, or a `geartrain.device.device.Device`.
-        path: "gather": the GPU's kernel reads the rows out of the pinned segment. "copy": its copy engines take each
-            row's windows from there. "staged": the CPU gathers into pinned memory. "auto": staged for batches of less
-            than 4 MB (1 MB of rows beyond the crossover); for others, where the segment can be pinned, copy for rows
-            beyond the crossover that have no small fields, gather for the rest, and staged where it cannot. "gather"
-            and "copy" raise where "auto" would say in the log why it stages.
+        path: how rows get to the device.
+
+            - "auto" (the default) stages batches of less than 4 MB (1 MB for rows beyond the crossover), and batches
+              whose segment cannot be pinned. Otherwise it uses "copy" for rows beyond the crossover without small
+              fields, and "gather" for the rest.
+            - "gather": the GPU's kernel reads the rows from the pinned segment.
+            - "copy": the GPU's copy engines take each row's windows from the pinned segment.
+            - "staged": the CPU gathers into pinned memory.
+
+            "auto" logs why it stages; "gather" and "copy" raise instead.
         select: where rows are drawn. "device" draws with Triton kernels from a copy of the priorities in device
-            memory; "auto" does so where the strategy allows it and the copy pays: the batch is large, or the store does
+            memory. "auto" does so if the strategy allows it and the copy pays: the batch is large, or the store does
             not change.
         convert: fields to convert on the way, by name.
-        packed: windows stand one behind the other, without padding, with `batch.cu_seqlens`.
-        pin_limit_bytes: most pinned bytes on this host, all processes together; half of its memory by default.
-        crossover_bytes: up to which "auto" gathers rows, whatever their fields; by default what was measured on this
-            machine, or 96 KB, which an H100 has (gather_threshold.py).
-        exchange: over several ranks, how rows come that other ranks read: "host" sends them to pinned host memory over
-            the replay's connections and copies them from there, ahead; with "nccl" the GPU of the rank that has them
-            gathers them ahead, and an all-to-all takes them from GPU to GPU when the batch is taken, on the stream that
-            is current there. The same on all ranks, which take batches at the same points of their collectives.
+        packed: windows are packed one after the other, without padding, with `batch.cu_seqlens`.
+        pin_limit_bytes: most pinned bytes on this host, over all processes; half of its memory by default.
+        crossover_bytes: largest rows that "auto" gathers, whatever their fields. By default the value measured on this
+            machine, or 96 KB as on an H100 (gather_threshold.py).
+        exchange: over several ranks, how a rank gets rows that other ranks read. The same on all ranks.
+
+            - "host" sends them to pinned host memory over the replay's connections and copies them from there, ahead.
+            - "nccl" gathers them ahead on the GPU of the rank that has them. When the batch is taken, an all-to-all
+              moves them from GPU to GPU, on the current stream. All ranks must take batches at the same points of
+              their collectives.
     """
 
     device: Any = "cuda"

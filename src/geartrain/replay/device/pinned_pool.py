@@ -1,4 +1,4 @@
-"""Pool of pinned host buffers for copies between host and device."""
+"""`PinnedPool`: reusable pinned host buffers for copies between host and device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PinnedPool:
         self.nbytes = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A pinned buffer of at least so many bytes. Give it back when its last copy was given to the stream."""
+        """A pinned buffer of at least this many bytes. Give it back when its last copy was queued on the stream."""
         for i, (buffer, event) in enumerate(self._given):
             if nbytes <= len(buffer) <= max(4096, 4 * nbytes) and self._device.done(event):
                 del self._given[i]

@@ -1,17 +1,24 @@
-"""Device copy of a store's priorities, for draws on the GPU that will read the rows.
+"""`DevicePriorities`: a store's priorities in GPU memory, to draw rows on the GPU that also gathers them.
 
-It is a copy of the words (8 bytes a row) and of the selectable bits, taken out of the pinned segment by the
-device's copy engine when the store has changed. From it `kernels.candidates.DeviceCandidates` draws the rows that the
-CPU would draw, and the drawn keys go to the gather without having been on the host. The copy may be behind the store by
-what was written meanwhile; a row that was overwritten since is torn, and drawn again.
+The copy holds the row words (8 bytes a row) and the selectable bits. When the store has changed, the device's copy
+engine reads them again from the pinned segment. `kernels.candidates.DeviceCandidates` draws from the copy the rows that
+the CPU would draw. The keys of these rows go to the gather without a detour through the host.
 
-Priorities that this process updates reach the copy as they are: the rows that were updated, and what the store has for
-them now. Whether others have changed rows or priorities is told by the store's counters, and by the sum of all
-priorities: then the words are copied again.
+The copy may lag behind the store. A row that was overwritten since is torn, and is drawn again.
 
-Cost: 8.1 bytes a row over the link for each batch that finds the store changed by others, two passes over the
-priorities in device memory, and one wait of the replay's thread for the sum of all priorities. A store that does not
-change is copied once (`CopyRule`), and so is one that this process alone updates, with 12 bytes a row updated.
+Two kinds of changes reach the copy:
+
+- Priorities that this process updates: the updated rows and their values in the store are sent.
+- Changes by others: the store's counters and the sum of all priorities reveal them, and all words are copied again.
+
+Cost per batch if others have changed the store:
+
+- 8.1 bytes a row over the link,
+- two passes over the priorities in device memory,
+- one wait of the prefetch thread for the sum of all priorities.
+
+A store that does not change is copied once
+(`CopyRule`). So is a store that only this process updates, plus 12 bytes for each updated row.
 """
 
 from __future__ import annotations
@@ -50,15 +57,19 @@ def why_not(strategy: Strategy) -> str | None:
 
 
 class CopyRule:
-    """Where the rows of a batch are drawn for the least time: on the CPU, or on a device from a copy of the priorities.
+    """Decides where a batch is drawn: on the CPU, or on a device from a copy of the priorities.
 
-    Nobody knows whether a store will change before the next batch. So a copy is made once the batches since the last
-    change have lost as much on the CPU as it takes: at once where a single batch does, after some batches of a store
-    that does not change, never of one that changes before. Draws and copies then take at most twice what the better
-    choice in hindsight would have taken, whatever the store does (the problem of renting or buying skis).
+    A copy pays only if the store does not change for a while, which nobody knows in advance. So the rule adds up the
+    time that draws on the CPU have lost since the last change. It makes a copy once that sum exceeds the copy's time.
+
+    - If a single batch loses that much, the copy is made at once.
+    - If the store does not change, the copy is made after some batches.
+    - If the store changes before that, no copy is made.
+
+    Draws and copies take at most twice the time of the best choice in hindsight (the ski rental problem).
 
     Args:
-        copied_bytes: of a copy.
+        copied_bytes: bytes of a copy.
     """
 
     def __init__(self, copied_bytes: int) -> None:
@@ -66,7 +77,7 @@ class CopyRule:
         self._lost_us = 0.0
 
     def saved_us(self, draws: int) -> float:
-        """What the draws of a batch take less on the device where the copy is up to date; 0 where they do not."""
+        """Time that the draws of a batch save on the device if the copy is up to date; 0 if they save none."""
         return max(draws * CPU_DRAW_NS / 1e3 - LAUNCHES_US, 0.0)
 
     def on_device(self, draws: int, unchanged: bool) -> bool:
@@ -81,12 +92,12 @@ class CopyRule:
 
 
 class DevicePriorities:
-    """What can be drawn from a target's store, in device memory.
+    """A store's priorities in device memory, to draw rows from.
 
     Args:
-        target: whose segment is pinned.
-        ordered: keep the order of commits as well (48 bytes a row), which the ordered strategies and no others need.
-        always: draw here whatever it costs.
+        target: the store's target; its segment is pinned.
+        ordered: also keep the order of commits (48 bytes a row), which only the ordered strategies need.
+        always: draw on the device whatever it costs.
 
     Attributes:
         refreshed: how often the store's words were copied.
@@ -302,14 +313,14 @@ class DevicePriorities:
 
 
 class DrawnTransfer:
-    """A gather whose rows the device draws, where that pays: they reach the kernel without having been on the host.
+    """A gather whose rows the device draws, if that pays. The rows reach the kernel without a detour through the host.
 
-    Native code launches and resolves it like a `Transfer`. Rows that were torn it draws again itself.
+    Native code launches and resolves it like a `Transfer`, and redraws torn rows itself.
 
     Args:
-        transfer: of the batch.
-        priorities: of the store that the rows are of.
-        strategy, step: what they are drawn by.
+        transfer: the batch's transfer.
+        priorities: of the store that the rows are drawn from.
+        strategy, step: strategy of the draws, and their step.
     """
 
     def __init__(self, transfer: GatherTransfer, priorities: DevicePriorities, strategy: Strategy, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Device session: a replay's device, stream and pinned segments, and the lock that closing them takes."""
+"""`DeviceSession`: a replay's device, stream and pinned segments, and the lock that serializes closing them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _log = logging.getLogger("geartrain.replay.device")
 
 
 class DeviceSession:
-    """What a replay holds of a device while it builds batches there.
+    """The device, stream and pinned segments of a replay that builds batches on a device.
 
-    Batches are built on one thread, inside `at_work`. `close` may be called from any other, and waits for it.
+    Batches are built on one thread, inside `at_work`. Any other thread may call `close`, which waits for it.
 
     Args:
         device: as `DeviceOptions.device`.
@@ -56,7 +56,7 @@ class DeviceSession:
         self._handoff.hold_back()
 
     def deliver(self, ready: ReadyBatch) -> Callable[[], None]:
-        """What the consumer's thread calls when it takes the batch."""
+        """Called on the consumer's thread when it takes the batch."""
         return self._handoff.of(ready)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Staged batches: drawn and gathered by one native call into pinned memory, and brought to the device by one copy.
+"""`StagedBatches`: one native call samples a batch into pinned memory, and one copy moves it to the device.
 
-The arena has the layout that the native code has given the batch, so that nothing is moved twice and no field costs
-anything: its tensors are cut from the arena when they are asked for.
+The arena has the layout that the native code gave the batch, so nothing is moved a second time. Tensors are views of
+the arena, created on first access. So fields that nobody reads cost nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Staged transfer: rows that the CPU copies into pinned memory, and one copy of it to the device.
+"""Staged transfer: the CPU copies rows into pinned memory, and one copy moves them to the device.
 
-Torn rows are known before anything is sent. Where fields are converted or windows packed, that is done on the device,
-from one arena to another.
+Torn rows are known before anything is sent. If fields are converted or windows packed, the device does it, from one
+arena to another.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class PinnedRows(Protocol):
     """A batch in pinned memory, raw and padded.
 
     Attributes:
-        memory: its bytes, of which `nbytes` are to be sent.
-        layout: where everything stands in it.
-        views: of an arena of that layout; None where they are the target's.
-        weighed: the bytes that are sent are all of them, with probabilities and importance weights.
+        memory: bytes of the batch; the first `nbytes` are sent.
+        layout: offsets in this memory.
+        views: views of an arena with this layout; None if they are the target's.
+        weighed: whether the sent bytes are complete, with probabilities and importance weights.
     """
 
     @property
@@ -71,11 +71,11 @@ class StagedTransfer(Transfer):
     """A batch that the CPU copies into pinned memory; see `Transfer`.
 
     Args:
-        pinned: a batch whose rows are there, or will be; by default one of n rows, that `launch` copies, or somebody
-            else into `arrays`, who then tells `put`.
+        pinned: pinned batch that has the rows, or will get them. By default a batch of n rows is allocated. `launch`
+            fills it, or the caller writes to `arrays` and then calls `put`.
 
     Attributes:
-        arrays: the fields in pinned memory, in the plan's order; none of `pinned`.
+        arrays: the fields in pinned memory, in the plan's order; empty if `pinned` is given.
     """
 
     def __init__(self, targets: Sequence[DeviceTarget], n: int, pinned: PinnedRows | None = None) -> None:
@@ -146,7 +146,7 @@ class StagedTransfer(Transfer):
         self._event = None
 
     def record(self) -> Any:
-        """That of the copy, where nothing was sent after it."""
+        """Event of the copy, if nothing was sent after it."""
         return super().record() if self._event is None else self._event
 
     def views(self) -> ArenaViews:

@@ -1,4 +1,4 @@
-"""Device target of one store: its segment, pinned or not, and the path that its rows take."""
+"""`DeviceTarget`: one store's segment, pinned or not, and the path that its rows take to the device."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ class DeviceTarget:
     """One store's segment and path, for batches on a device.
 
     Args:
-        device, stream: on which.
-        plan: what is fetched.
+        device, stream: the device, and the stream that its transfers run on.
+        plan: the fields and windows to fetch.
         options: as `Replay` was given them.
-        copies: whether whoever fills the batches can have rows copied one by one.
-        rows: of a batch, where all batches have the same number.
+        copies: whether the code that fills the batches supports copies row by row.
+        rows: rows of a batch, if all batches have the same number.
 
     Raises:
-        PinError: path="gather" or "copy" was asked for, and the segment cannot be pinned.
-        ArgumentError: a conversion that there is not.
+        PinError: path="gather" or "copy" was requested, and the segment cannot be pinned.
+        ArgumentError: an unknown conversion.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class DeviceTarget:
             self._pin = None
 
     def keep_views(self, of: tuple[Any, int], views: Any) -> None:
-        """Of batches like this one, for the next of them."""
+        """Keeps the views of a batch like this one, for the next such batch."""
         if len(self.views) >= MOST_VIEWS:
             self.views.clear()
         self.views[of] = views
@@ -215,7 +215,7 @@ class DeviceTarget:
 
 @functools.cache
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    """Of the same name; NumPy makes the name anew each time, which takes as long as all else about a small array."""
+    """The torch dtype of the same name. NumPy builds the name anew each time, which is slow."""
     import torch
 
     found: torch.dtype = getattr(torch, dtype.name)

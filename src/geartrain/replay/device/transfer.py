@@ -1,17 +1,18 @@
-"""Transfers: batches on their way to a device, and their handoff to the consumer's stream.
+"""Transfers: move batches to a device, and make the consumer's stream wait for them.
 
-    launch     starts the copies of some rows of a store to their places, and does not wait for them
-    resolve    waits for them; tells which rows were torn, and the rows' metadata
-    finish     the batch, once none of its rows is torn
+    launch     starts copies of some rows of a store to their places, and does not wait for them
+    resolve    waits for the copies; returns which rows are torn, and the rows' metadata
+    finish     returns the batch, once none of its rows is torn
 
-| transfer | file | what copies rows |
+| transfer | file | who copies the rows |
 |---|---|---|
-| `GatherTransfer` | this one | a kernel, out of the pinned segment |
-| `CopyTransfer` | copied_rows.py | copy engines, out of the pinned segment |
-| `StagedTransfer` | staging.py | the CPU, into pinned memory, from where one copy takes them to the device |
+| `GatherTransfer` | this file | a kernel, from the pinned segment |
+| `CopyTransfer` | copied_rows.py | copy engines, from the pinned segment |
+| `StagedTransfer` | staging.py | the CPU into pinned memory, then one copy to the device |
 
-Native code launches and resolves the rows that it has drawn, and draws torn ones again (native/python/python_copier.h).
-`geartrain.fetch` does so with the rows that it is given, and raises where some are torn.
+A replay's native code draws the rows, calls `launch` and `resolve`, and redraws torn rows
+(native/python/python_copier.h). `geartrain.fetch` calls both for the rows of the given keys, and raises if some are
+torn.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Transfer(ABC):
         self.begin(n)
 
     def begin(self, n: int) -> None:
-        """Makes it one of n rows, of which none is there."""
+        """Makes it a transfer of n rows, none of which has been copied."""
         self.layout = self.plan.arena(n)
 
     def known_mask(self) -> NDArray[np.bool_]:
@@ -84,12 +85,12 @@ class Transfer(ABC):
         ends: NDArray[np.int32] | None,
         places: NDArray[np.uint32] | None,
     ) -> Any:
-        """Starts to copy k rows. What it returns is for `resolve`.
+        """Starts to copy k rows. Pass the result to `resolve`.
 
         Args:
             store: the number of their store's target.
             rows, generations: (k,) the keys.
-            ends: (k,) the steps that their windows are told by; None for whole rows.
+            ends: (k,) the anchors of their windows; None for whole rows.
             places: (k,) in the batch; None for all rows of the batch, in order.
         """
 
@@ -162,7 +163,7 @@ class Transfer(ABC):
         return self.target.device.record()
 
     def views(self) -> ArenaViews:
-        """How the batch is cut from its arena."""
+        """Views that cut the batch from its arena."""
         target, n = self.target, self.layout.n
         if self.steps_packed is not None:
             return ArenaViews(target.plan, self.plan, self.layout, self.steps_packed)
@@ -197,7 +198,7 @@ def steps_of(
 
 @dataclass
 class Gathering:
-    """Rows that a kernel gathers, and the copies of what it tells of them."""
+    """Rows that a kernel gathers, and the copies of their metadata to the host."""
 
     places: NDArray[np.uint32] | None
     ends: NDArray[np.int32] | None
@@ -254,13 +255,13 @@ class GatherTransfer(Transfer):
         places: NDArray[np.uint32] | None = None,
         told: Sequence[torch.Tensor] = (),
     ) -> Gathering:
-        """The same of rows that may be on the device already.
+        """Like `launch`, for rows that may be on the device already.
 
         Args:
             store, ends, places: see `launch`.
             rows, generations: host arrays, which are uploaded, or tensors.
-            draw: (seed, step, attempt) that windows are placed by, instead of by `ends`.
-            told: tensors that `resolve` is to return as arrays, behind what it always does.
+            draw: (seed, step, attempt) that places windows, instead of `ends`.
+            told: tensors that `resolve` also returns as arrays, after its usual results.
         """
         if places is None and len(rows) != self.layout.n:
             self.begin(len(rows))
@@ -361,7 +362,7 @@ class StreamHandoff:
             self._device.sync(self._consumed.popleft())
 
     def of(self, ready: ReadyBatch) -> Callable[[], None]:
-        """What the consumer's thread calls when it takes the batch."""
+        """The callback for the consumer's thread when it takes the batch."""
 
         def deliver() -> None:
             # What the consumer gave its stream before it asked: the work on earlier batches.

@@ -1,7 +1,8 @@
-"""Batch assembly on one rank: this rank's own rows plus rows received from other ranks. The protocol, and the choice.
+"""Batch assembly on one rank: combines the rank's own rows with rows from other ranks. The protocol and the choice.
 
-An assembler has the memory that rows are read into (rank_reader.py): the batch of this rank and, where those are not in
-host memory, messages to the ranks it reads for. When all rows are read it exchanges the messages and builds the batch:
+An assembler provides the memory for this rank's batch, into which rows are read (rank_reader.py). It also provides the
+memory for messages to other ranks, unless these are in host memory. When all rows are read, the assembler exchanges the
+messages and builds the batch:
 
 | assembler | this rank's own rows | rows of other ranks |
 |---|---|---|
@@ -10,7 +11,7 @@ host memory, messages to the ranks it reads for. When all rows are read it excha
 | `GatherAssembler` | gathered by the GPU into the batch | row messages in pinned memory, scattered by the GPU |
 | `NcclAssembler` | the same | gathered by their rank's GPU; all-to-all from GPU to GPU as the batch is taken |
 
-The first three exchange the same messages: what a rank sends does not depend on where it builds its own batch.
+The first three exchange the same messages. The messages of a rank do not depend on where it builds its own batch.
 """
 
 from __future__ import annotations
@@ -75,17 +76,17 @@ class BatchAssembler(Protocol):
         ...
 
     def targets_of(self, wanted: Callable[[], Sequence[tuple[int, FetchPlan, int]]]) -> list[Target] | None:
-        """Where native code reads the rows of each (rank, plan, rows); None: into messages in host memory."""
+        """Targets that native code reads the rows of each (rank, plan, rows) into; None for messages in host memory."""
         ...
 
     def exchange(self, agreement: ReadAgreement, reader: RankReader, read: _native.RankRead, mine: Any) -> int:
         """Sends rows to other ranks and puts incoming rows into this rank's batch. Collective.
 
         Args:
-            agreement: exchanges messages; raises where a rank has lost rows.
-            reader: has read the rows.
-            read: what it has read, and what is to come.
-            mine: the buffer of this rank's batch; None where it gets no rows.
+            agreement: exchanges messages; raises if a rank has lost rows.
+            reader: the reader that has read the rows.
+            read: the rows that it has read, and the rows to receive.
+            mine: the buffer of this rank's batch; None if it gets no rows.
 
         Returns:
             Bytes of the fields received.

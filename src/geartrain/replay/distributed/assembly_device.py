@@ -1,4 +1,7 @@
-"""Batch assembly on a device, rows of other ranks received in host memory: staged, or gathered by the GPU."""
+"""Builds batches on a device if rows of other ranks arrive in host memory.
+
+`StagedAssembler` copies rows into pinned memory by the CPU, and `GatherAssembler` gathers them by the GPU.
+"""
 
 from __future__ import annotations
 
@@ -78,14 +81,14 @@ class RowBuffer:
 
 
 class DeviceAssembler(HostAssembler):
-    """What assemblers on a device have in common.
+    """Base of assemblers on a device.
 
     Args:
-        session: on which device.
-        targets: of this rank's fields, one for each store; none where it gets no fields.
+        session: the device session.
+        targets: targets of this rank's fields, one for each store; empty if it gets no fields.
         options: as `Replay` was given them.
-        why: this path was taken.
-        rank: this one.
+        why: the reason for this path.
+        rank: this rank.
     """
 
     path = ""
@@ -135,7 +138,7 @@ class DeviceAssembler(HostAssembler):
         return sum(message.field_bytes for message in messages)
 
     def _message_memory(self, plan: FetchPlan, counts: Sequence[int]) -> Sequence[Bytes | None]:
-        """Memory for messages of so many rows; None for recycled memory."""
+        """Memory for messages of this many rows; None for recycled memory."""
         return [None for _ in counts]
 
     def _scatter(self, mine: Any, received: Sequence[tuple[RowMessage, NDArray[np.uint32]]]) -> None:

@@ -1,4 +1,7 @@
-"""Batch assembly in host memory: rows are read into the batch and into messages, and received rows put into place."""
+"""Builds batches in host memory.
+
+Native code reads rows into this rank's batch and into messages. Rows from other ranks are copied to their places.
+"""
 
 from __future__ import annotations
 

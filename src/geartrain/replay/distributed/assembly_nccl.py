@@ -1,4 +1,4 @@
-"""Batch assembly by an all-to-all of device memory: GPUs gather rows for other ranks and send them GPU to GPU."""
+"""Builds batches by an all-to-all of device memory: each GPU gathers rows for other ranks and sends them GPU to GPU."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class NcclAssembler(GatherAssembler):
-    """Batches whose remote rows come from the GPUs of the ranks that read them.
+    """Builds batches whose remote rows come from the GPUs of other ranks.
 
-    All rows are gathered ahead. The all-to-all runs when the consumer takes the batch, on its thread and its stream: in
-    order with the collectives of the model, on all ranks, as NCCL requires (nccl.py).
+    All rows are gathered ahead. The all-to-all runs when the consumer takes the batch, on its thread and its stream. So
+    all ranks run it in order with the collectives of the model, as NCCL requires (nccl.py).
 
     Args:
-        group: of the ranks whose devices exchange memory.
-        others: for each set of fields that some rank gets, targets of them, one for each store.
+        group: the ranks whose devices exchange memory.
+        others: targets, one for each store, by each set of fields that some rank gets.
     """
 
     def __init__(

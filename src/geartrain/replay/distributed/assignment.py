@@ -1,9 +1,11 @@
-"""Deterministic assignment of draws to replicas (consumers) and to ranks (readers).
+"""Assigns the draws of a batch to replicas (consumers) and to ranks (readers).
 
-A pure function of what all ranks know, so that each computes it locally. In synchronous data parallelism any replica
-may train on any row of the global batch. `local_first` gives a replica rows of its own host while there are any, and
-only the surplus crosses the network: of n draws over W equal shards about 0.4 sqrt(n (W - 1)) rows, the excess of a
-multinomial draw over its mean. `ordered` gives replica i the i-th slice of the batch and moves n (W - 1) / W rows.
+The assignment is a pure function of data that all ranks have, so each rank computes it locally. In synchronous data
+parallelism any replica may train on any row of the global batch. That leaves two policies:
+
+- `local_first` gives a replica rows of its own host while there are any. Only the surplus crosses the network: of n
+  draws over W equal shards about 0.4 sqrt(n (W - 1)) rows, the excess of a multinomial draw over its mean.
+- `ordered` gives replica i the i-th slice of the batch, and moves n (W - 1) / W rows.
 """
 
 from __future__ import annotations
@@ -48,15 +50,16 @@ class Assigned:
 
 
 class Assigner:
-    """Assigns the draws of batches to replicas, to each as many as `sizes_of` says.
+    """Assigns the draws of batches to replicas. `sizes_of` defines the number of draws of each replica.
 
     Args:
         replicas: the consumers.
         shard_ranks: for each shard, the ranks that have it in their host's memory.
-        near: by rank, other shards that it can read: it reads rows of these that it gets, which it gets no sooner.
+        near: by rank, further shards that the rank can read. If a row of such a shard is assigned to it, it reads the
+            row itself. It is not preferred for these rows.
 
     Attributes:
-        native: the native assigner, for those that draw natively.
+        native: the native assigner, for native draws.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Load balancing over shards: pure functions, with the same results on every rank.
+"""Load balancing over shards: pure functions that give the same results on every rank.
 
-`deal` partitions rows that are in no shard yet; `flows`, `heaviest_within` and `rounds_of` plan moves between shards.
-An amount is a sum of priorities, or a number of rows; a share is a part of the amounts of all shards.
+`deal` partitions rows that are in no shard yet. `flows`, `heaviest_within` and `rounds_of` plan moves between shards.
+An *amount* is a sum of priorities, or a number of rows. A *share* is a fraction of the amounts of all shards.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def _descending(priorities: Floats) -> NDArray[np.intp]:
 
 
 def _missing(amount: Floats, share: Floats, coming: float) -> Floats:
-    """What each shard should get of an amount that is dealt, to have its share in the end.
+    """Amount that each shard should get of a dealt amount, to reach its share in the end.
 
-    A shard that has too much already gets nothing; the others get as near to their shares as possible.
+    A shard that has too much already gets nothing. The others get as near to their shares as possible.
     """
     level = 0.0  # each shard is filled up to its share of this
     readers = np.flatnonzero(share)

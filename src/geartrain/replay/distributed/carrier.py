@@ -1,4 +1,4 @@
-"""Carrier of a rank group: what moves messages between its ranks. The protocol, and its error.
+"""The carrier of a rank group moves messages between its ranks. The protocol and its error.
 
 | carrier | file | between ranks of one host | of different hosts |
 |---|---|---|---|
@@ -38,12 +38,12 @@ class Cause(enum.Enum):
 
 
 class CarrierError(Exception):
-    """An exchange that failed because of one peer; `TorchRankGroup` says it to the other ranks and raises.
+    """An exchange that failed because of one peer; `TorchRankGroup` reports it to the other ranks and raises.
 
     Args:
         peer: its rank in the group.
         cause: see `Cause`.
-        detail: for `Cause.refused`, what was found; for `Cause.told`, the reason.
+        detail: for `Cause.refused`, the mismatch found; for `Cause.told`, the reason.
     """
 
     def __init__(self, peer: int, cause: Cause, detail: str = "") -> None:
@@ -57,10 +57,10 @@ class Carrier(Protocol):
     """Point-to-point messages between the ranks of one group. One exchange at a time; any thread may close."""
 
     def exchange(self, number: int, sends: Sequence[Message], receives: Sequence[Message], until_s: float) -> None:
-        """Sends messages and receives into the given arrays, of which none is empty.
+        """Sends messages and receives into the given arrays, none of which is empty.
 
         Args:
-            number: of the exchange; equal on all ranks.
+            number: number of the exchange; equal on all ranks.
             sends, receives: between two ranks messages keep the order of the lists.
             until_s: deadline (`time.monotonic`).
 

@@ -1,8 +1,11 @@
-"""Addresses of a group's ranks, published in the job's key-value store: what opens a group's carrier, or says why not.
+"""Opens the carrier of a rank group, from addresses in the job's key-value store.
 
-Each rank publishes the address of its listener, with what it asks for, or why it has none. All ranks read the same, so
-they decide alike: for the transports, for Gloo (where a rank cannot use the transports and none asks for what Gloo does
-not have), or for an error that names the rank whose settings cannot be followed.
+Each rank publishes the address of its listener and the carrier it asks for, or the reason why it has no listener. All
+ranks read the same entries, so they reach the same decision:
+
+- the transports, in the usual case;
+- Gloo, if a rank cannot use the transports and no rank asks for a feature that Gloo lacks;
+- otherwise an error that names the rank whose settings cannot be used.
 """
 
 from __future__ import annotations
@@ -106,7 +109,7 @@ def open_carrier(
 
 
 def _listener_of(store: Any, key: bytes, refuse: str | None, with_nixl: bool) -> tuple[Listener | None, str]:
-    """This rank's listener, where it can have one, and what it publishes: its address, or why there is none."""
+    """This rank's listener, if it can have one, and its entry in the store: its address, or why there is none."""
     tls = any(os.environ.get(name) for name in VARIABLES)
     if with_nixl:
         from geartrain.transport.nixl import why_not
@@ -166,8 +169,11 @@ def _wait_for(store: Any, names: list[str], until_s: float) -> None:
 
 
 def _listening_host(store: Any) -> str:
-    """The address to listen on: of the interface that Gloo is told to use, or of the one that leads to the job's store;
-    every interface where neither says. Raises `ArgumentError` where the interface has no IPv4 address."""
+    """The address to listen on.
+
+    It is the address of the interface that Gloo is configured to use, or of the interface that leads to the job's
+    store. If neither is known, it is every interface. Raises `ArgumentError` if the interface has no IPv4 address.
+    """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if name:
         try:

@@ -1,25 +1,26 @@
-"""Checkpoints of a job: the shards of all ranks saved in parallel and atomically, restored to any number of hosts.
+"""Checkpoints of a job: saves the shards of all ranks in parallel and atomically, and restores them to any host count.
 
     DIRECTORY/step-00000042/shard-00000-of-00004/    a checkpoint of one store, incremental (checkpoint_writer.py)
     DIRECTORY/step-00000042/replay.json              the record: all shards and the replay's state; written last
     DIRECTORY/step-00000042/model/                   the model's, by torch.distributed.checkpoint, for example
 
-DIRECTORY is on a disk that all hosts share, or on a disk of each host, which then has the host's shards and the same
-record as all others. A step is complete on a disk once its record is there, and can be restored when it is complete,
-with the same id, on the disks of all ranks.
+DIRECTORY is on a disk that all hosts share, or on a local disk of each host. A local disk has only the shards of its
+host, and the same record as all others. A step is complete on a disk once its record is there. A step can be restored
+when it is complete, with the same id, on the disks of all ranks.
 
-A save has four phases; a barrier separates each from the next:
+A save has four phases, separated by barriers:
 
-    1. request   the ranks all-gather what is on their disks and what they save, and check that it fits together
-    2. write     each shard's checkpoint, flushed, by the lowest of the ranks that share its store
-    3. complete  the record, by every rank that wrote; as replay.ID.json where the step was complete before, whose
-                 shards are still there: the new ones have other names
-    4. clean up  replay.ID.json replaces replay.json; superseded shards, old steps and incomplete ones are removed
+    1. request   the ranks all-gather what is on their disks and what they save, and check that it is consistent
+    2. write     the lowest rank of each store writes and flushes its shard's checkpoint
+    3. complete  every rank that wrote a shard writes the record
+    4. clean up  superseded shards, old steps and incomplete ones are removed
 
-So at any instant the last step that was complete everywhere before, or the new one, is complete everywhere.
+If the step was complete before, its old shards stay until phase 4, and the new shards have other names. Phase 3 then
+writes the record as replay.ID.json, and phase 4 renames it to replay.json. So at any instant one step is complete
+everywhere: the new one, or the last one before it.
 
-During a long phase ranks that are done all-gather once a second, so that a lost rank is noticed within the timeout of
-the rank group, however long a healthy one writes.
+During a long phase the ranks that are done all-gather once a second. So they notice a lost rank within the timeout of
+the rank group, however long a healthy rank writes.
 """
 
 from __future__ import annotations
@@ -353,7 +354,7 @@ def _load(
 
 
 class _ShardLoad:
-    """One rank's part in loading a step: its store, and what it takes to undo that."""
+    """One rank's part in loading a step: its store, and the data needed to undo the load."""
 
     def __init__(
         self,

@@ -1,4 +1,7 @@
-"""Requests of the ranks that save or load a job's checkpoint: all-gathered, and checked to fit together."""
+"""Requests of the ranks before a job's checkpoint is saved or loaded.
+
+The ranks all-gather their requests. Every rank then checks that the requests are consistent.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,13 @@ from geartrain.store.store import Store
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What a rank contributes before a save.
+    """A rank's contribution to the all-gather before a save.
 
     Attributes:
-        store_id: of its segment.
-        step, state, shard, keep: as of `save_checkpoint`; the state as JSON.
-        fields, max_length, limits: of its store.
-        steps: that are complete on its disk.
+        store_id: id of its segment.
+        step, state, shard, keep: arguments of `save_checkpoint`; the state as JSON.
+        fields, max_length, limits: properties of its store.
+        steps: steps that are complete on its disk.
         token: the step's id, if this is rank 0.
         now: UTC, the step's time if this is rank 0.
     """
@@ -144,12 +147,12 @@ def check_save_requests(everyone: Sequence[SaveRequest], members: Sequence[Seque
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What a rank contributes before a load.
+    """A rank's contribution to the all-gather before a load.
 
     Attributes:
-        name, shard, step: as of `load_checkpoint`.
+        name, shard, step: arguments of `load_checkpoint`.
         options: the rest of its arguments.
-        steps: that are complete on its disk.
+        steps: steps that are complete on its disk.
         damaged: error texts of the records that cannot be used.
     """
 

@@ -1,11 +1,12 @@
-"""Directory of a job's checkpoints: its steps, their records, and their removal.
+"""Directory of a job's checkpoints: lists its steps, reads and writes their records, and removes steps.
 
     DIRECTORY/step-00000042/shard-00000-of-00004/    a checkpoint of one store, incremental
     DIRECTORY/step-00000042/replay.json              the record: all shards and the replay's state; written last
 
-A step is complete on a disk once its record is there. To remove a step, the record is deleted first. Its shards follow
-once nobody reads them (checkpoint_directory.py), so a load that has opened a shard gets all of it. The record is
-written under another name (replay.ID.json) where the step was complete before, and replaces the old one when it is
+A step is complete on a disk once its record is there. Removing a step deletes the record first. Its shards are deleted
+once nobody reads them (checkpoint_directory.py). So a load that has opened a shard can read all of it.
+
+If the step was complete before, its new record is first written as replay.ID.json. It replaces replay.json when it is
 complete everywhere.
 """
 
@@ -77,7 +78,7 @@ Steps = dict[tuple[int, str], StepRecord]
 
 
 def scan_steps(root: Path) -> tuple[Steps, list[str]]:
-    """The records on this disk, and error texts of those that cannot be used."""
+    """The records on this disk, and error texts of the records that cannot be used."""
     steps: Steps = {}
     damaged: list[str] = []
     for place in step_paths(root):

@@ -1,9 +1,12 @@
-"""Draws of a global batch: all-gather of the shards' status, priority updates, draws from all shards.
+"""Draws a global batch from the shards of all ranks: all-gathers the shards' status, updates priorities, and draws.
 
-Every rank tells its shards' row counts and totals, with the priority updates for the other ranks, and applies those of
-its own shards (native/fetch/rank_steps.h). It computes locally which shard owns each draw (sharded.py), and the shard's
-ranks look up which row it is. In a store that limits how often rows are sampled the draws are counted here, before any
-row is read, and those that came too late are redrawn.
+1. Every rank sends the row counts and totals of its shards, and the priority updates for other ranks.
+2. It applies the updates for its own shards (native/fetch/rank_steps.h).
+3. It computes locally which shard owns each draw (sharded.py).
+4. The ranks of that shard look up the row of each draw.
+
+A store may limit how often its rows are sampled. Then the draws are counted here, before any row is read. Draws of rows
+that have reached the limit are redrawn.
 """
 
 from __future__ import annotations
@@ -67,13 +70,13 @@ def common_errors(body: Callable[[], T]) -> T:
 
 
 class ShardTotals(NamedTuple):
-    """What all ranks know of the shards before they draw.
+    """Data about the shards that all ranks have before they draw.
 
     Attributes:
         counts: selectable rows of each store, over all its shards.
         state: the strategies' state, with the sequence numbers that redraws have used.
-        totals: for each store (shards,) uint64, where draws begin with its shards' totals; None elsewhere.
-        offers: for each store the first rows of its shards, where draws begin with these; None elsewhere.
+        totals: for each store (shards,) uint64, if its draws begin with its shards' totals; else None.
+        offers: for each store the first rows of its shards, if its draws begin with these; else None.
     """
 
     counts: list[int]
@@ -145,7 +148,7 @@ class ShardedSampler:
         )
 
     def exchange_of(self, *, idle: bool) -> _native.RankExchange:
-        """What native code exchanges messages with other ranks by. It refers to this object, which must not keep it.
+        """The native exchange of messages with other ranks. It refers to this object, which must not keep it.
 
         Args:
             idle: no row ever moves between ranks.
@@ -189,7 +192,7 @@ class ShardedSampler:
         ]
 
     def change_at(self, step: int) -> Callable[[int, NDArray[np.float64]], NDArray[np.float64]] | None:
-        """What makes of priorities that are updated before a step those that are stored; None: their absolute value."""
+        """The function that turns priorities updated before a step into stored ones; None for their absolute value."""
         return functools.partial(self._change, step) if self._raises else None
 
     def _change(self, step: int, number: int, priorities: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -255,7 +258,7 @@ class ShardedSampler:
         return ShardTotals(counts, state, totals, offers)
 
     def check_count(self, number: int, count: int) -> None:
-        """Raises `TooFewRowsError` where so many selectable rows of a store, on all ranks together, are too few."""
+        """Raises `TooFewRowsError` if a store has too few selectable rows on all ranks together."""
         sampler = self.samplers[number]
         if count < sampler.min_rows:
             name = sampler.plan.store.name
@@ -396,7 +399,7 @@ class ShardedSampler:
         quotas: Sequence[int],
         exchange: _native.RankExchange,
     ) -> DrawnBatch:
-        """Steps 1 to 3: the batch of a step, so many rows of each store; see `gather_totals` and `draw`."""
+        """Steps 1 to 3: draws the batch of a step, `quotas` rows of each store; see `gather_totals` and `draw`."""
         known = self.gather_totals(step, state, updates, quotas, exchange)
         found = [self.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
         after = [old if each is None else each.state for old, each in zip(known.state, found, strict=True)]

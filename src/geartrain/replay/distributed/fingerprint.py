@@ -1,4 +1,7 @@
-"""Fingerprint of a job's configuration; ranks compare it before the first batch and with every batch."""
+"""Fingerprint of a job's configuration: a 32-bit checksum.
+
+The ranks compare it before the first batch and with every batch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Gloo as carrier of a rank group: a process group of its own, so that its traffic never mixes with the training's."""
+"""`GlooCarrier`: moves the messages of a rank group by Gloo.
+
+It has a process group of its own, so its traffic never mixes with the training's collectives.
+"""
 
 from __future__ import annotations
 

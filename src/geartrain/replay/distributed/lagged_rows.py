@@ -1,22 +1,25 @@
-"""Rank rows with rounds in flight: priority updates take effect a stated number of batches later.
+"""Source of batches over ranks with `update_lag`: priority updates take effect a fixed number of batches later.
 
-With its status a rank tells the total of its shard, and in the same message sends the updates for the others. Where
-those take effect with this batch (rank_rows.py), totals need another round. Here they take effect with a later one, so
-that the totals that came with the status are those of the draws, and nothing has to wait for a round trip:
+A *round* is one exchange of messages between the ranks. In its status message a rank sends the total of its shard and
+the priority updates for the other ranks. If the updates affect the same batch (rank_rows.py), the totals need a second
+round. Here they affect a later batch. So the totals in the status message are valid for the draws, and the next batch
+can begin before this one is received:
 
     batch t      begin: status, totals, updates of t  |  hear all: draw, read, send rows  |  receive rows: finished
     batch t + 1                                          begin ...                        |  hear all ...
 
-What came with batch t is applied before batch t + lag begins, by the rank that leads the shard, which alone reads it.
-So batch t is drawn with the updates of batches up to t - lag on any number of ranks, whatever their speed. The first
-batch after a start, an error or `settle` sees all updates that were given by then, as in any group.
+The updates that came with batch t are applied before batch t + lag begins. The rank that leads the shard applies them,
+and only this rank reads the shard. So batch t is drawn with the updates of batches up to t - lag, on any number of
+ranks and at any speed. The first batch after a start, an error or `settle` sees all updates submitted by then, as in
+any group.
 
-All ranks begin and receive rounds in one order: of batch t the status, the outcome of its read and its rows, and then
-those of t + 1. Where rows were lost for good, which ranks learn last, some may have begun batch t + 1: all begin it
-then, with the updates that are due before it, take those that come with it, and draw batch t again.
+All ranks begin and receive rounds in the same order: for batch t its status, the outcome of its read and its rows, then
+the same for t + 1. The ranks learn last whether rows of batch t were lost for good. By then some may have begun batch
+t + 1. In that case all ranks begin it, with the updates that are due before it, and keep the updates that come with it.
+Then they draw batch t again.
 
-The steps are those of rank_rows.py, cut where they wait for other ranks: that is why batches with rounds in flight are
-begun, read and finished here one call at a time, and others by one native call, which waits within.
+The steps are those of rank_rows.py, split at each wait for other ranks. So here Python begins, reads and finishes a
+batch in separate calls. Without rounds in flight one native call does it all, and waits inside.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ def _whole(rank: int, received: Bytes, nbytes: int) -> Bytes:
 
 
 class _Begun:
-    """A batch whose round has begun on this rank: what it has told and heard, and what it has read."""
+    """A batch whose round has begun on this rank: the messages sent and received, and the rows read so far."""
 
     def __init__(self, step: int, state: State, admission: Admission) -> None:
         self.step = step
@@ -93,10 +96,10 @@ class _Begun:
 
 
 class LaggedRows(RankRows):
-    """`RankRows` whose updates take effect `config.extra_lag` batches after the one that they came with.
+    """`RankRows` with priority updates that take effect `config.extra_lag` batches after the batch they came with.
 
     Raises:
-        ArgumentError: on all ranks alike, where batches are more than one native call.
+        ArgumentError: on all ranks, if a batch takes more than one native call.
     """
 
     overlaps = True  # the next batch begins before this one's rows are received
@@ -141,7 +144,7 @@ class LaggedRows(RankRows):
         return begun
 
     def ready(self, started: _Begun) -> bool:
-        """Whether all ranks have sent what this one needs to finish a batch; waits a little for their rows."""
+        """Whether all ranks have sent the messages that finish this batch. Waits a little for their rows."""
         if started.built is None:
             with self.together:
                 self._read(started)
@@ -270,7 +273,7 @@ class LaggedRows(RankRows):
         super().rewind()
 
     def close(self) -> None:
-        """What other ranks have yet to receive is sent before."""
+        """Before it closes, sends the messages that other ranks have yet to receive."""
         try:
             self._rounds.flush()
         finally:

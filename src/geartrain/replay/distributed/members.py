@@ -1,8 +1,8 @@
-"""Membership of a job: ranks, shards, consumers and replicas, all-gathered once at construction.
+"""Members of a job: its ranks, shards, consumers and replicas, all-gathered once at construction.
 
-When a replay or a placement is made, each rank contributes its configuration, its mesh position, the ids of the shards
-it has attached and the fields it reads. Every rank checks that the configurations are equal and derives the same
-tables.
+A replay or a placement makes this all-gather when it is created. Each rank contributes its configuration, its mesh
+position, the ids of its attached shards, and the fields it reads. Every rank checks that the configurations are equal,
+and derives the same tables.
 """
 
 from __future__ import annotations

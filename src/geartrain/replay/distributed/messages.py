@@ -1,12 +1,13 @@
-"""Layout of the messages between ranks: row messages, shard status, priority updates.
+"""Layout of the messages between ranks: row messages, shard status and priority updates.
 
-A row message holds n rows of one fetch plan: the fields' arrays one after the other, each padded to 64 bytes, then one
-`ROW_HEADER` a row. Rows that change their shard for good (placement_moves.py) carry a `STORED_ROW` each behind that.
+A row message holds n rows of one fetch plan. The arrays of the fields come one after the other, each padded to 64
+bytes. One `ROW_HEADER` per row follows. Rows that move to another shard for good (placement_moves.py) also have one
+`STORED_ROW` each at the end.
 
     | field 0 (n, ...) | pad | field 1 (n, ...) | pad | ... | ROW_HEADER (n,) | STORED_ROW (n,) |
 
 Sender and receiver know the plan and n, so a message has no header of its own. All records are packed and
-little-endian. Whoever changes one raises `PROTOCOL`, which is part of the fingerprint that ranks compare
+little-endian. If you change a record, raise `PROTOCOL`. It is part of the fingerprint that ranks compare
 (fingerprint.py).
 """
 
@@ -38,7 +39,7 @@ SHARD_STATUS: np.dtype[Any] = np.dtype(_RECORDS["shard_status"])
 
 
 def rank_status(stores: int) -> np.dtype[Any]:
-    """The record of a rank in the all-gather that begins every batch, for a job of so many stores."""
+    """The record of a rank in the all-gather that begins every batch, for a job with this number of stores."""
     return np.dtype([*np.dtype(_RECORDS["rank_status"]).descr, ("stores", SHARD_STATUS, (stores,))])
 
 

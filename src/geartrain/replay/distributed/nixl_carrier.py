@@ -1,18 +1,19 @@
-"""Transports as carrier of a rank group, with large messages between hosts written by NIXL: RDMA, RoCE, EFA.
+"""`NixlCarrier`: the transports, with large messages between hosts written by NIXL (RDMA, RoCE or EFA).
 
-A message of `WRITE_BYTES` or more to a rank of another host is written into that rank's registered memory by a network
-card, where there is one that can; UCX takes TCP otherwise. All else goes as `TransportCarrier` sends it. In an exchange
-both ends know what is sent, and take three steps:
+NIXL carries messages of `WRITE_BYTES` or more to ranks of other hosts. A network card writes them into the receiver's
+registered memory. Without a capable card, UCX uses TCP. `TransportCarrier` sends everything else.
+
+In an exchange both ends know the messages, and take three steps:
 
     receiver    leases registered memory, sends its descriptor
     sender      copies its arrays into registered memory of its own, writes, sends `WRITTEN`
-    receiver    copies what was written into its arrays
+    receiver    copies the written bytes into its arrays
 
-Both copies are between memory that is registered once, and arrays that are not registered. A pair of ranks is connected
-by NIXL in the first exchange in which it needs that.
+Both ends copy because their arrays are not registered. The registered memory is registered once and reused. Two ranks
+connect by NIXL in the first exchange that needs it.
 
-Threads: as `TransportCarrier`; one exchange at a time, and any thread may close. Lost peers: memory that one may still
-be writing to is never used again.
+Threads: as in `TransportCarrier`, one exchange runs at a time, and any thread may close. Lost peers: memory that a lost
+peer may still write to is never used again.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class NixlCarrier(TransportCarrier):
                     buffer.abandon()
 
     def peers(self) -> dict[str, int]:
-        """ "nixl" counts those that large messages have been written to, or came from, so far."""
+        """The entry "nixl" counts the ranks that this one has exchanged large messages with so far."""
         found = super().peers()
         if self._links:
             found["tcp"] -= len(self._links)

@@ -1,16 +1,17 @@
-"""Data placement: rows in the shards whose hosts train on them, so that few rows move in training (GEAR, section 3.2).
+"""Data placement: stores rows in the shards whose hosts train on them, so that few rows move during training.
 
-With `assignment="local_first"` a replica trains on rows of its own host while a batch has any; only the surplus moves.
-Least of it moves where each shard's share of the priorities (or of the rows) equals its reader share: the share of
-replicas whose first reader has the shard locally. The first reader of a replica is its rank with the most bytes a row:
-the only one in data parallelism, a rank of the first or of the last stage of a pipeline.
+With `assignment="local_first"` a replica trains on rows of its own host while a batch has any, and only the surplus
+moves (GEAR, section 3.2). The surplus is least if each shard's share of the priorities (or rows) equals its reader
+share. The reader share of a shard is the share of replicas whose first reader has the shard locally. The first reader
+of a replica is its rank with the most bytes a row. In data parallelism that is its only rank, with pipelines a rank of
+the first or the last stage.
 
     deal       partitions a dataset: which rank inserts which rows. No communication.
     report     the shares, and the expected and measured share of rows that a batch finds on its own host.
     rebalance  moves rows between shards until the shares are right, on request.
 
-Rows of actors are not dealt: an actor inserts into the shard of its own host, which costs no network, and `rebalance`
-corrects the imbalance that results.
+`deal` does not cover rows of actors. An actor inserts into the shard of its own host, which costs no network.
+`rebalance` corrects the resulting imbalance.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Row moves between shards: which rows leave which shard, and their transfer in row messages.
+"""Moves rows between shards: chooses the rows that leave each shard, and transfers them in row messages.
 
-A row is committed in its new shard, and acknowledged, before it is removed from its old one: a job that is
-killed in between has some rows twice, and never loses one.
+A row is committed in its new shard, and acknowledged, before it is removed from its old one. If the job is killed in
+between, some rows exist twice, and no row is lost.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class RowMover:
     # --- which rows ---------------------------------------------------------------------------------------------
 
     def choose(self, wanted: NDArray[np.float64]) -> dict[int, NDArray[np.uint32]]:
-        """The rows of this shard to be moved to each other shard: keys (n, 2), those that leave first in front.
+        """The rows of this shard to be moved to each other shard: keys (n, 2), in the order in which they leave.
 
         Args:
-            wanted: (shards, shards), the amount that is to go from each shard to each.
+            wanted: (shards, shards), the amount to move from each shard to each.
         """
         to = np.flatnonzero(wanted[self._shard])
         if not self.members.leads(0) or not len(to):
@@ -77,12 +77,12 @@ class RowMover:
     def fit(
         self, chosen: dict[int, NDArray[np.uint32]], free: Sequence[int], most_rows: int | None
     ) -> NDArray[np.int64]:
-        """How many of the chosen rows are moved from each shard to each, (shards, shards). Collective.
+        """Number of the chosen rows to move from each shard to each, (shards, shards). Collective.
 
         Args:
-            chosen: of this shard.
+            chosen: chosen rows of this shard.
             free: rows that each shard takes.
-            most_rows: to be moved in all; None for no limit.
+            most_rows: most rows to move in all; None for no limit.
         """
         mine = np.zeros(len(free), np.int64)
         for shard, keys in chosen.items():

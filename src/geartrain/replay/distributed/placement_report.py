@@ -1,4 +1,4 @@
-"""Reports of a placement: the shards' status and shares, the local share of batches, the result of a rebalance."""
+"""Reports of a placement: status and shares of the shards, the local share of batches, the result of a rebalance."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Collectives over any rank group, made of the fewer ones that it has: all-gathers by rounds of messages, sizes told
-before the messages, set-up steps that all ranks take or none.
+"""Collectives built from the few that every rank group has.
+
+They cover all-gathers by rounds of messages, all-to-alls that exchange their sizes first, and set-up steps that succeed
+on all ranks or raise on all.
 """
 
 from __future__ import annotations

@@ -1,17 +1,22 @@
-"""Rank group: the collectives that a replay over several ranks uses.
+"""`RankGroup`: the collectives that a replay over several ranks uses.
 
     all_gather          fixed-size bytes of every rank, to every rank: shard totals, a few dozen bytes each
     all_gather_object   the same for picklable objects, for set-up only
     all_to_all          bytes for every rank, of sizes that only the sender knows: priority updates
     exchange            point-to-point messages whose sizes both ends know: rows (all-to-all, where all pairs have some)
 
-`TorchRankGroup` (torch_rank_group.py) has connections of its own (carrier.py), so its traffic never mixes with the
-training's collectives and may run on another thread. `geartrain.tools.testing.ThreadRankGroup` is a group of threads of
-one process, `SingleRank` a group of one.
+| implementation | group |
+|---|---|
+| `TorchRankGroup` (torch_rank_group.py) | ranks of a `torch.distributed` job |
+| `geartrain.tools.testing.ThreadRankGroup` | threads of one process |
+| `SingleRank` | one rank |
 
-Every call returns, raises `PeerLostError` when a rank is lost, or times out. The first rank that notices writes the
-reason to the job's key-value store, tells it to those it is connected with and closes its connections, so that all
-others fail at once and name the same reason. A group that has lost a rank cannot be used again; the job is restarted.
+`TorchRankGroup` has connections of its own (carrier.py). So its traffic never mixes with the training's collectives,
+and it may run on another thread.
+
+Every call returns, raises `PeerLostError` when a rank is lost, or times out. The first rank that notices a loss writes
+the reason to the job's key-value store, sends it to its connected peers, and closes its connections. So all others fail
+at once and name the same reason. A group that has lost a rank cannot be used again; restart the job.
 """
 
 from __future__ import annotations

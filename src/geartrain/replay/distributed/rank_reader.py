@@ -1,17 +1,21 @@
-"""Rank reader: one rank's part of a global batch, drawn, read and assembled by native code.
+"""`RankReader`: draws, reads and assembles one rank's part of a global batch, in native code.
 
-Rows come from either of two places. A strategy whose draws follow from the shards' totals (Uniform and Prioritized with
-replacement, without limits) is drawn natively: `build` agrees, draws and reads in one call. Rows that any other
-strategy has drawn are given to `read`. From there on both are the same: native/fetch/rank_reader.h assigns draws to
-ranks, places windows, copies rows into the batch and into messages, and draws rows again that were lost.
+The strategy decides where the rows are drawn:
 
-Ranks of one host that have a store each open each other's read-only and copy rows from there, so no message carries
-them. A rank that only reads another rank's store does not keep that store alive: the store can be removed, adopted and
-repaired meanwhile, and the mapping stays readable. The rank that leads a shard counts the samples of rows that others
-read from it.
+- `build` draws them natively if the draws follow from the shards' totals. That holds for Uniform and Prioritized with
+  replacement and without limits. One call then agrees on the totals, draws and reads.
+- `read` takes rows that any other strategy has drawn.
 
-With `update_lag` beyond `prefetch` a rank may apply updates to its shard before other ranks have drawn. Only the rank
-that leads a shard reads it then, and sends the others their rows.
+The rest is the same for both (native/fetch/rank_reader.h). It assigns draws to ranks, places windows, copies rows into
+the batch and into messages, and redraws lost rows.
+
+Ranks of one host open each other's stores read-only and copy rows directly, so no message carries these rows. A rank
+that only reads another rank's store does not keep that store alive. The store can be removed, adopted and repaired
+meanwhile, and the mapping stays readable. The rank that leads a shard counts the samples of rows that others read from
+it.
+
+If `update_lag` exceeds `prefetch`, a rank may apply updates to its shard before other ranks have drawn. Then only the
+rank that leads a shard reads it, and sends the others their rows.
 """
 
 from __future__ import annotations
@@ -44,11 +48,11 @@ Target = tuple[int, list[Any], Bytes, Any]
 
 
 class NearStores(NamedTuple):
-    """Shards of other ranks of this host, by their numbers among those of all stores.
+    """Shards of other ranks of this host, by their numbers among the shards of all stores.
 
     Attributes:
-        stores: those that this rank has open to read.
-        reached: for every rank, the numbers of those that it has.
+        stores: the shards that this rank has open to read.
+        reached: for every rank, the numbers of the shards that it has open.
         by_totals: whether all ranks draw by totals.
     """
 
@@ -123,18 +127,18 @@ class RankReader:
     """Reads this rank's rows of each batch, for itself and for other ranks.
 
     Args:
-        agreed: of this rank's shards, one for each store, and of the ranks.
-        config: of the replay.
+        agreed: configuration of this rank's shards (one for each store) and of the ranks.
+        config: the replay's configuration.
         near: shards of other ranks that this rank reads.
 
     Attributes:
         native: the native reader.
-        plan: of the rows of this rank's batch.
+        plan: fetch plan of this rank's batch.
         by_totals: whether `build` makes the draws.
-        with_lowest: importance weights are wanted, for which ranks tell each other their lowest probabilities.
-        idle: no row ever moves from one rank to another.
-        row_bytes: of a row in this rank's batch.
-        exchange: what native code exchanges messages with other ranks by.
+        with_lowest: whether importance weights are needed. The ranks then exchange their lowest probabilities.
+        idle: whether no row ever moves from one rank to another.
+        row_bytes: bytes of a row in this rank's batch.
+        exchange: used by native code to exchange messages with other ranks.
     """
 
     def __init__(self, agreed: ShardedSampler, config: ReplayConfig, near: NearStores) -> None:
@@ -218,8 +222,10 @@ class RankReader:
 
     @property
     def callbacks(self) -> list[str]:
-        """What a batch asks of Python code, by name: the draws that need more of other shards than totals, and what
-        `StoreSampler.callbacks` names."""
+        """The parts of a batch that Python code is called for, by name.
+
+        These are the entries of `StoreSampler.callbacks`, and draws that need more of other shards than totals.
+        """
         found = [name for sampler in self.samplers for name in sampler.callbacks]
         return found if self.by_totals else ["select_shards", *found]
 
@@ -268,13 +274,13 @@ class RankReader:
     def build(
         self, step: int, updates: list[PriorityUpdate], quotas: Sequence[int]
     ) -> tuple[_native.SampledBatch, _native.RankRead]:
-        """Agrees, draws so many rows of each store and reads; tells the outcome too, where no row ever moves.
+        """Agrees, draws the given number of rows of each store, and reads them, in one native call.
 
-        All of it is one native call.
+        If no row ever moves, the call also sends the outcome.
 
         Raises:
             RanksDisagreeError: a rank has another configuration or is at another step.
-            CommonError: there is nothing to draw, or too little.
+            CommonError: there are no rows to draw, or too few.
             PeerLostError: a rank is lost.
         """
         agreed = self._agreed

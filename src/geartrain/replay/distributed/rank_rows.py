@@ -1,4 +1,4 @@
-"""Rows of a global batch from the shards of many ranks: a source of batches, which moves the surplus and nothing else.
+"""Source of batches from the shards of many ranks. It moves only the rows that a rank cannot get on its own host.
 
 For every batch all ranks take the same steps, in the same order (GEAR, sections 3.3 and 3.4):
 
@@ -10,14 +10,15 @@ For every batch all ranks take the same steps, in the same order (GEAR, sections
     6. exchange    one row message per pair of ranks that has rows to move, of a size both know    the surplus
     7. copies      tensor-parallel peers get a copy of the batch                                   one copy each
 
-Steps 1, 2, 4 and 5 are native for every strategy (native/fetch/rank_steps.h, rank_reader.h). Step 3 is native where
-draws follow from the shards' totals; then steps 1 to 5 are one call, and step 6 too where no row ever moves. Other
-strategies draw in draw.py. Step 6 is the assembler's: into host memory, into a GPU's through it, or from GPU to GPU.
+Native code runs steps 1, 2, 4 and 5 for every strategy (native/fetch/rank_steps.h, rank_reader.h). Step 3 is native if
+the draws follow from the shards' totals. Then steps 1 to 5 are one call, and so is step 6 if no row ever moves. Other
+strategies draw in draw.py. The assembler runs step 6: into host memory, through it into a GPU's memory, or from GPU to
+GPU.
 
-No rank requests a row: both ends know what moves. A row that is overwritten between 3 and 5 is redrawn by the rank that
-reads it, from the same shard, so no other rank has to know. Where that shard has no other row all ranks learn it in
-step 6, and draw the batch again (read_agreement.py). A rank that fails aborts the group, and every other one raises
-`PeerLostError`.
+No rank requests a row, because both ends know which rows move. If a row is overwritten between steps 3 and 5, its
+reader redraws it from the same shard. No other rank has to know. If that shard has no other row, all ranks
+learn it in step 6 and draw the batch again (read_agreement.py). A rank that fails aborts the group, and every other
+rank raises `PeerLostError`.
 """
 
 from __future__ import annotations
@@ -276,7 +277,7 @@ class RankRows:
         return self.assembler.buffer(self.reader, self._plans[0][me.fields], rows) if rows else None
 
     def _targets(self, outgoing: Callable[[], list[tuple[int, int]]]) -> Any:
-        """Where rows for other ranks, (rank, rows) each, are read; None where their messages are in host memory."""
+        """Targets for the rows of other ranks, each (rank, rows); None if their messages are in host memory."""
         fields = {consumer.rank: consumer.fields for consumer in self.members.consumers}
         return self.assembler.targets_of(
             lambda: [(rank, self._plans[0][fields[rank]], rows) for rank, rows in outgoing()]
@@ -290,14 +291,14 @@ class RankRows:
         agreement: ReadAgreement | None,
         step: int,
     ) -> tuple[Batch, Callable[[], None]]:
-        """The batch of this rank, whose rows are all there, and step 7, that of its tensor-parallel peers.
+        """The batch of this rank, whose rows are complete, and step 7: the copies for its tensor-parallel peers.
 
         Args:
-            mine: the buffer of this rank's batch; None where it has read no rows for itself.
-            read: what it has read.
+            mine: the buffer of this rank's batch; None if it has read no rows for itself.
+            read: the rows that it has read.
             counts: selectable rows of each store.
-            agreement: of all ranks on what they have read; None where they have told already.
-            step: of the batch.
+            agreement: of all ranks on their reads; None if they have exchanged the outcomes already.
+            step: step of the batch.
         """
         me, weights = self._mine, None
         if self._has_importance and mine is not None:

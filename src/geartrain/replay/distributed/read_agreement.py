@@ -1,7 +1,7 @@
-"""Agreement on a read: every rank tells all others, with the rows that it sends, whether it has lost some for good.
+"""Agreement on a read: every rank tells all others whether it has lost rows for good.
 
-No rank finishes a batch before it knows that all of them have their rows: a shard may be emptied between the draw and
-the read. As this travels with the rows (step 6) it takes no round of its own.
+A shard may be emptied between the draw and the read. So no rank finishes a batch before it knows that all ranks have
+their rows. The ranks send this with the rows in step 6 (rank_rows.py), so it takes no extra round.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ class RowsLostError(CommonError):
 
 
 class ReadOutcome(NamedTuple):
-    """What a rank found when it read: the lowest probability of each store; and the error where a shard was empty."""
+    """Outcome of a rank's read: the lowest probability of each store, and the error if a shard was empty."""
 
     lowest: list[float]
     failed: EmptyStoreError | None
 
 
 class ReadAgreement:
-    """The exchange of the rows of one batch, with what every rank found when it read.
+    """Exchanges the rows of one batch, and with them the outcome of every rank's read.
 
     Args:
         members: the ranks.
-        outcome: of this rank's read.
-        with_lowest: whether the lowest probabilities of all ranks are wanted.
-        can_redraw: whether all ranks can make the draws again: they have used nothing up.
+        outcome: outcome of this rank's read.
+        with_lowest: whether the lowest probabilities of all ranks are needed.
+        can_redraw: whether all ranks can repeat the draws, because the draws have used nothing up.
 
     Attributes:
-        lowest: after the exchange, (stores,) float64: of each store the lowest probability that any rank read; None
-            where it is not wanted.
+        lowest: after the exchange, (stores,) float64: for each store the lowest probability that any rank read; None
+            without `with_lowest`.
     """
 
     def __init__(self, members: Members, outcome: ReadOutcome, *, with_lowest: bool, can_redraw: bool) -> None:
@@ -54,7 +54,7 @@ class ReadAgreement:
 
     @property
     def told(self) -> NDArray[Any]:
-        """What this rank tells all others: whether it has lost rows, and its lowest probabilities where wanted."""
+        """The message to all others: whether this rank has lost rows, and its lowest probabilities if wanted."""
         failed, lowest = self._outcome.failed is not None, self._outcome.lowest
         return np.array([failed, *lowest] if self._with_lowest else [failed])
 

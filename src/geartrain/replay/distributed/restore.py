@@ -1,4 +1,9 @@
-"""Restoring one shard of a step: as it was saved, resharded from all shards, or adopted from shared memory."""
+"""Restores one shard of a step from a job's checkpoint, in one of three ways.
+
+- The shard is loaded as it was saved.
+- The shard is resharded: it becomes a slice of all saved shards.
+- A segment that is still in shared memory is adopted.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +184,7 @@ class SavedShard(ABC):
         return {"id": self._record["id"], "shard": list(self._shard), "cut": [how.together, how.capacity]}
 
     def close(self) -> None:
-        """Lets what was opened be removed."""
+        """Releases the opened files, so that they can be removed."""
         for source in self._opened:
             source.close()
 

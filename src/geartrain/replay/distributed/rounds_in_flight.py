@@ -1,7 +1,8 @@
-"""Rounds in flight: what ranks send each other now and receive later.
+"""Rounds in flight: exchanges between ranks whose messages are sent now and received later.
 
-A rank begins a round by what it sends, and receives its messages when it needs them; others may be begun in between.
-All ranks begin the same rounds in one order, and receive them in that order, so no message has to say what it is.
+A rank begins a round by sending its messages. It receives the others' messages when it needs them, and may begin more
+rounds in between. All ranks begin the same rounds in the same order, and receive them in that order. So a message does
+not have to name its round.
 """
 
 from __future__ import annotations
@@ -68,10 +69,10 @@ def rounds_of(group: RankGroup) -> Rounds:
 class TransportRounds:
     """Rounds over geartrain's transports.
 
-    Messages that may wait for their receiver are sent on a thread of their own, and those after them behind them.
+    A separate thread sends messages that may have to wait for their receiver, and all messages after them.
 
     Args:
-        group: with `native_rounds`, all of whose ranks are connected.
+        group: a group with `native_rounds` whose ranks are all connected.
     """
 
     def __init__(self, group: TorchRankGroup) -> None:
@@ -134,7 +135,7 @@ class TransportRounds:
 
 
 class _Early:
-    """What has come of a round, and since when it has been waited for."""
+    """The messages of a round that have arrived, and since when the round has been waited for."""
 
     def __init__(self) -> None:
         self.since_s = time.monotonic()

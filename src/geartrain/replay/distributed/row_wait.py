@@ -1,8 +1,8 @@
-"""Wait for rows over ranks: all ranks go on waiting, or stop, in the same round and for the same reason.
+"""Waits for rows over several ranks: all ranks keep waiting, or stop in the same round and for the same reason.
 
-Each rank knows only of the writers that its own handle expects (`Store.expect_writers`), and has a clock of its own. So
-the ranks tell each other after every count that was too small. Processes that have a store open do not count: they may
-be ranks.
+Each rank has its own clock, and knows only the writers that its own handle expects (`Store.expect_writers`). So the
+ranks exchange both whenever they have counted too few rows. Processes that have the store open do not count as writers,
+because they may be ranks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _NONE_EXPECTED = (
 
 
 def wait_for_rows(few: TooFewRowsError, samplers: Sequence[StoreSampler], members: Members) -> None:
-    """Waits a moment, after which all ranks are to count again. Collective, on all ranks that have counted too few.
+    """Waits a moment, after which all ranks count again. Collective, on all ranks that have counted too few rows.
 
     Args:
-        few: what they have found.
-        samplers: of this rank's shards; the deadline is theirs.
+        few: the error with the count.
+        samplers: samplers of this rank's shards, which have the deadline.
         members: the ranks.
 
     Raises:
-        CommonError: on all ranks alike: no rank expects writers (`NotEnoughRowsError`), or one has waited for its
-            `timeout_s` (`WaitTimeoutError`), or closes its replay (`CallCancelledError`).
+        CommonError: on all ranks, if no rank expects writers (`NotEnoughRowsError`), or if one has waited for its
+            `timeout_s` (`WaitTimeoutError`) or closes its replay (`CallCancelledError`).
     """
     sampler, rank = samplers[few.store], members.group.rank
     writers = sampler.plan.store.writers

@@ -1,4 +1,7 @@
-"""Admission of a global batch by the rate limiters of the shards: each admits an even share of its store's rows."""
+"""`ShardAdmission`: waits until the rate limiters of the shards admit a global batch.
+
+Each shard's rate limiter admits an even share of the rows that its store contributes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ class ShardAdmission:
                 self._samplers[number].admit(share, admission, may_stop=False)
 
     def keep(self, admission: Admission, found: Sequence[int]) -> None:
-        """Gives back what a batch of so many rows of each store does not need: fewer are found where a pass ends."""
+        """Gives back admitted rows that the batch does not need.
+
+        `found` is the number of rows found in each store. It is lower than usual at the end of a pass.
+        """
         for number, n in enumerate(found):
             admission.keep(self._samplers[number], self._share(number, n))
 

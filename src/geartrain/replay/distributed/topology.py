@@ -1,8 +1,13 @@
-"""Rank topology: a rank's position in a mesh of data, pipeline and tensor parallelism.
+"""Position of a rank in a mesh of data, pipeline and tensor parallelism.
 
-A rank has three coordinates: `dp`, its replica of the model; `pp`, its stage of that replica's pipeline; `tp`, its part
-of that stage. The first pipeline stage reads the inputs, the last one the targets, stages in between read nothing, and
-tensor-parallel peers read the same batch (GEAR, section 3.2).
+A rank has three coordinates:
+
+- `dp`: its replica of the model,
+- `pp`: its stage of that replica's pipeline,
+- `tp`: its part of that stage.
+
+The first pipeline stage reads the inputs, and the last one the targets. Stages in between read nothing. Tensor-parallel
+peers read the same batch (GEAR, section 3.2).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Rank group of a `torch.distributed` job: connections of its own, and the job's store for the reasons of failures."""
+"""`TorchRankGroup`: the rank group of a `torch.distributed` job.
+
+It has connections of its own (carrier.py). The job's key-value store keeps the reason of a failure, so that all ranks
+report the same one.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +48,18 @@ _groups_made: Counter[tuple[int, ...]] = Counter()
 class TorchRankGroup:
     """A `RankGroup` over some or all ranks of a `torch.distributed` job.
 
-    Ranks of one host exchange messages through shared memory, ranks of different hosts over TCP, by geartrain's own
-    transports (transport_carrier.py); by Gloo (gloo_carrier.py) where a rank cannot use those. `repr` says which, and
-    why. `GEARTRAIN_RANK_CARRIER` may say "tcp" (no shared memory), "nixl" (large messages between hosts by RDMA,
-    nixl_carrier.py) or "gloo" instead of "auto"; it is the same on all ranks, or Gloo on all where one says so. A rank
-    that has not asked for Gloo warns. Gloo and NIXL know no TLS: where a rank asks for that (`GEARTRAIN_TLS_CERT` and
-    the others), all ranks raise instead.
+    Ranks of one host exchange messages through shared memory, ranks of different hosts over TCP (transport_carrier.py).
+    If a rank cannot use these transports, all ranks use Gloo (gloo_carrier.py). A rank that has not asked for Gloo then
+    warns. `repr` shows the carrier in use, and why.
+
+    The environment variable `GEARTRAIN_RANK_CARRIER` selects the carrier, the same on all ranks:
+
+    - "auto", the default;
+    - "tcp": no shared memory;
+    - "nixl": large messages between hosts by RDMA (nixl_carrier.py);
+    - "gloo": all ranks use Gloo, even if only one rank asks for it.
+
+    Gloo and NIXL have no TLS. If a rank asks for TLS (`GEARTRAIN_TLS_CERT` and the others), all ranks raise instead.
 
     Args:
         members: global ranks; their order gives the ranks in this group. This process must be one of them, and all of
@@ -57,14 +67,13 @@ class TorchRankGroup:
         timeout_s: timeout of each collective.
 
     Attributes:
-        native_rounds: of the transports, for native code that exchanges small messages; None where Gloo carries them.
+        native_rounds: rounds of the transports, for native code that exchanges small messages; None with Gloo.
         timeout_s: see above.
 
     Raises:
-        ArgumentError: there is no process group, this rank is not a member, or `GEARTRAIN_RANK_CARRIER` says something
-            else; or, on all ranks, a rank has settings that cannot be followed: certificates that cannot be used, TLS
-            over Gloo or NIXL, NIXL that does not work or that some ranks do not ask for, an interface in
-            `GLOO_SOCKET_IFNAME` that is not there.
+        ArgumentError: there is no process group, this rank is not a member, or `GEARTRAIN_RANK_CARRIER` has another
+            value. Raised on all ranks if the settings of one cannot be used: certificates, TLS over Gloo or NIXL, NIXL
+            that does not work or that only some ranks ask for, or a missing interface in `GLOO_SOCKET_IFNAME`.
         PeerLostError: not all members joined in time.
     """
 

@@ -1,18 +1,20 @@
-"""geartrain's transports as carrier of a rank group: shared memory within a host, TCP across hosts.
+"""`TransportCarrier`: moves messages between ranks through shared memory within a host, and over TCP across hosts.
 
-Each rank has a listener, whose address it publishes in the job's key-value store. Two ranks connect when they first
-have messages for each other, the higher rank to the lower; which transport connects them is found out by trying
-(geartrain.transport.connection), so ranks in containers of one host share memory only if they can. Nothing has a name
-in /dev/shm: what ranks of one host share are memfds, which go with their last process.
+Connections. Each rank has a listener and publishes its address in the job's key-value store. Two ranks connect when
+they first have messages for each other, the higher rank to the lower. geartrain then tests which transport works
+(geartrain.transport.connection), so containers of one host share memory only if they can. Shared memory is in memfds,
+which have no name in /dev/shm and disappear with their last process.
 
-Who may take part: the listeners accept only who proves to know a key that rank 0 has drawn at random and put into the
-store. With TLS (`geartrain.transport.tls`) connections between hosts are encrypted.
+Authentication. Rank 0 generates a random key and puts it into the key-value store. Listeners reject peers that cannot
+prove they know it. With TLS (`geartrain.transport.tls`) connections between hosts are encrypted.
 
-All messages of an exchange from one rank to another travel as one: up to `INLINE_BYTES` as a header, in the ring; more
-as buffers, in a segment or over the socket. A send over TCP may wait until its peer receives, while that peer waits in
-its own send to a third rank. So long ones are sent by a thread of their own, beside the receives, both in the order of
-a ring: send to rank + 1, rank + 2, ..., receive from rank - 1, rank - 2, ... Of all sends and receives under way those
-of the lowest distance have both ends at work, so that no circle of ranks waits for itself.
+Messages. All messages of an exchange from one rank to another travel as one. Up to `INLINE_BYTES` go as a header, in
+the ring. Larger ones go as buffers, in a segment or over the socket.
+
+Deadlocks. A send over TCP may wait until its peer receives, while that peer waits in its own send to a third rank. So a
+separate thread makes long sends, in parallel with the receives. Both follow the order of a ring: send to rank + 1,
+rank + 2, ..., receive from rank - 1, rank - 2, ... The sends and receives of the lowest distance then always have both
+ends at work, so the ranks never wait in a circle.
 """
 
 from __future__ import annotations
@@ -56,17 +58,17 @@ class TransportCarrier:
     """Carrier of messages by shared memory and TCP. Made by `open_carrier` (carrier_addresses.py).
 
     Args:
-        listener: of this rank.
-        addresses: of all ranks.
-        rank: in the group.
-        key: that connections authenticate with.
-        transport: the one to use; None for the fastest that works.
-        failed: whether another rank has told of a failure; asked while a rank is waited for that has yet to connect.
+        listener: this rank's listener.
+        addresses: addresses of all ranks.
+        rank: this rank in the group.
+        key: key that authenticates connections.
+        transport: the transport to use; None for the fastest that works.
+        failed: returns whether another rank has reported a failure. Called while this rank waits for a peer to connect.
 
     Attributes:
-        rounds: numbers all exchanges of the group; makes those of small messages once all ranks are connected.
-        rank, size: of this one in the group, and of the group.
-        connections: by rank, of those that this one has exchanged messages with.
+        rounds: numbers all exchanges of the group, and makes the exchanges of small messages once all are connected.
+        rank, size: this rank in the group, and the group's size.
+        connections: by rank, for the ranks that this one has exchanged messages with.
         closed: whether this rank has left the group.
     """
 
@@ -149,7 +151,7 @@ class TransportCarrier:
             return {peer for peer, each in self.connections.items() if each.native.found_lost()}
 
     def close(self, reason: str = "") -> None:
-        """The reason is told to all that are connected: the store may go before they ask it."""
+        """Sends the reason to all connected ranks, because the store may be gone before they read it."""
         with self._lock:
             closed, self.closed = self.closed, True
             connections = list(self.connections.values())
@@ -179,7 +181,7 @@ class TransportCarrier:
             at += into.size
 
     def _may_wait(self, peer: int, nbytes: int) -> bool:
-        """Whether a send of so many bytes may wait for the peer to receive."""
+        """Whether a send of this many bytes may wait for the peer to receive."""
         return nbytes > INLINE_BYTES and self.connections[peer].transport == "tcp"
 
     def _send_all(self, number: int, outgoing: Sequence[tuple[int, list[Bytes]]], until_s: float) -> None:
@@ -232,7 +234,7 @@ class TransportCarrier:
         return True
 
     def error_of_round(self, error: GeartrainError) -> CarrierError:
-        """What it means that the group's rounds have failed with this error. Raises the error where they have not."""
+        """The `CarrierError` for an error of the group's rounds. Raises the error itself if they have not failed."""
         failure = self.rounds.failure
         if failure is None:
             raise error
@@ -315,7 +317,7 @@ class TransportCarrier:
 
 
 class _Sender:
-    """Sends on a thread of their own, beside this one's receives."""
+    """Sends on a separate thread, in parallel with the receives of the calling thread."""
 
     def __init__(self, body: Callable[[], object]) -> None:
         self._body = body
