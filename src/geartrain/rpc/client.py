@@ -1,4 +1,4 @@
-"""Client side of one peer: the connection to it, calls, and their replies."""
+"""Client side of one peer: the connection to the peer, the calls sent over it, and their replies."""
 
 from __future__ import annotations
 

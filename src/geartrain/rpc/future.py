@@ -1,4 +1,4 @@
-"""Futures: results of asynchronous calls, to be waited for, awaited or called back."""
+"""Futures: results of asynchronous calls. A program can wait for a future, await it, or add a callback."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class ReplySource(Protocol):
 class Future:
     """Result of a call that was sent. Wait for it with `result`, or `await` it.
 
-    Any thread and any signal handler may use it, even while another thread waits. If its node is closed first, it ends
-    with `ConnectionClosedError`; so does an unfinished one in a forked child. Dropping a future does not cancel its
-    call.
+    Any thread and any signal handler may use a future, even while another thread waits for it. If the node is closed
+    first, the future ends with `ConnectionClosedError`. In a forked child, an unfinished future ends in the same way.
+    Dropping a future does not cancel its call.
 
     Args:
         source, tag, until_s: set by `Node.call_async`, which makes the object.

@@ -1,4 +1,4 @@
-"""Lifetime of a node: open until it is closed, in the process that made it, and waits that its end cuts short."""
+"""Lifetime of a node: checks that a node is open and was made in this process, and ends its waits when it is closed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LATE_S = 5.0
 
 
 class Lifetime:
-    """Of the node `name`. Any thread may call, also from the handler of a signal."""
+    """Lifetime of the node `name`. Any thread and any signal handler may call its methods."""
 
     def __init__(self, name: str) -> None:
         self.ended = False

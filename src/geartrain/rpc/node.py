@@ -1,4 +1,4 @@
-"""RPC node: one process among its peers, which finds them, calls them and is called by them."""
+"""RPC node: a process's endpoint, which finds peers, calls their functions, and serves its own functions to them."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ _PROBE_S = 5.0
 
 
 class Node:
-    """This process among its peers: it calls their functions and serves its own.
+    """RPC endpoint of this process: calls functions of its peers and serves its own.
 
-    `rpc.init` makes the node that the functions of `geartrain.rpc` use. Any thread may use it and close it, more than
-    once and during other calls. `close` returns within two seconds. Calls that wait then end with
-    `ConnectionClosedError`, and calls of peers to this node with `PeerLostError`. A forked child cannot use its
-    parent's node. The interpreter closes it at its exit.
+    `rpc.init` makes the node that the functions of `geartrain.rpc` use. Any thread may use a node. `close` may be
+    called more than once, also during other calls, and returns within two seconds. Calls that wait at that time end
+    with `ConnectionClosedError`. Calls from peers to this node end with `PeerLostError`. A forked child cannot use its
+    parent's node. The interpreter closes the node at exit.
 
     Examples:
         >>> from geartrain import rpc

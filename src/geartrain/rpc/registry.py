@@ -1,4 +1,4 @@
-"""Registry of the functions of this process that peers may call, by name."""
+"""Registry of this process's functions that peers may call by name."""
 
 from __future__ import annotations
 

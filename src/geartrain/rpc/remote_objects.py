@@ -1,4 +1,4 @@
-"""Objects that a peer keeps for a client: handles on the client's side, and the functions that it calls."""
+"""Remote objects: a server keeps an object for a client, and the client calls its methods through a handle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAKE, METHOD, DROP = "geartrain.rpc.make", "geartrain.rpc.method", "geartrain.rp
 
 
 class Calls(Protocol):
-    """A node, as far as handles need it."""
+    """The part of a node that handles use."""
 
     def call(self, peer: str, function: str, /, *args: Any, timeout_s: float | None = None) -> Any:
         """The result of a peer's function."""

@@ -1,4 +1,7 @@
-"""The call that each thread executes, for code below the scheduler that is about to block."""
+"""Records which RPC call the current thread executes.
+
+Code that is about to block uses it to yield the call's turn.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Protocol
 
 
 class RunsCalls(Protocol):
-    """What executes a client's call in this thread: `session.Worker`."""
+    """The object that executes a client's call in this thread: `session.Worker`."""
 
     def before_wait(self) -> None:
         """The call's function is about to wait for a call of its own."""

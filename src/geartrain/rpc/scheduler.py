@@ -1,18 +1,21 @@
-"""Order and concurrency of calls: which of them may run now, in which thread, and which wait.
+"""Scheduler of a server: decides which calls run now, in which thread, and which calls wait.
 
-Four rules, all of them decided here under one lock:
+It follows four rules, under one lock:
 
-1. Order. A session's calls run one after the other, in the order in which they came. One worker has the session's turn;
-   further calls wait in `session.queue`. The turn passes to the next call when a function returns, is about to wait for
-   a call of its own (`about_to_wait`), or is cancelled. Functions registered `concurrent` take no turn.
-2. Threads. At most `max_threads` workers run functions; further ones wait in the backlog. A worker whose function waits
-   for a call of its own, or whose call was cancelled, no longer counts: another takes its place, up to `_MAX_ASIDE`.
-3. Receivers. The threads that wait for messages execute the calls themselves, so that a quick reply costs no switch
-   between threads. There is one more of them than `max_threads`, which only queues calls, so that cancellations and
-   lost clients are noticed however long the functions take.
-4. Bounds. A session's queue and the backlog take so many calls and bytes, then `BusyError`.
+1. Order. A session's calls run one after the other, in the order in which they arrived. One worker holds the session's
+   turn, and further calls wait in `session.queue`. The worker passes the turn to the next call when its function
+   returns, is about to wait for a call of its own (`about_to_wait`), or is cancelled. Functions registered `concurrent`
+   take no turn.
+2. Threads. At most `max_threads` workers run functions. Further calls wait in the backlog. A worker stops counting when
+   its function waits for a call of its own, or when its call was cancelled. Another worker then takes its place. At
+   most `_MAX_ASIDE` workers may be uncounted.
+3. Receivers. The threads that receive messages also execute the calls, so a quick reply needs no thread switch. There
+   is one receiver more than `max_threads`, and the last one only queues calls. The server therefore notices cancellations
+   and lost clients however long the functions take.
+4. Bounds. A session's queue and the backlog accept a limited number of calls and bytes. Beyond it they raise
+   `BusyError`.
 
-How many functions begin at once (`max_running`) is the native inbox's: it hands out the next message only then.
+The native inbox limits how many functions start at once (`max_running`), by when it delivers the next message.
 """
 
 from __future__ import annotations

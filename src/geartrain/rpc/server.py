@@ -1,4 +1,4 @@
-"""Server side of a node: accepts clients, receives their messages, executes calls and replies."""
+"""Server side of a node: accepts clients, receives their messages, executes the calls, and replies."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _EXPIRE_EVERY_S = 0.25
 class Server:
     """Serves the clients that connect to a listener, until it is closed.
 
-    Its threads receive messages from the inbox of all clients, and execute the calls in them where the scheduler says
-    so; else the calls wait (scheduler.py).
+    All clients share one inbox. The server's threads receive messages from it. If the scheduler permits, the receiving
+    thread executes the call; otherwise the call waits (scheduler.py).
 
     Args:
         node: the `Node`, for functions registered `with_caller`.
@@ -378,7 +378,7 @@ async def _ending_itself_alone(coroutine: CoroutineType[Any, Any, T]) -> T:
 
 
 class _ExitError(Exception):
-    """A function's SystemExit or KeyboardInterrupt, on its way through asyncio."""
+    """Carries a function's SystemExit or KeyboardInterrupt through asyncio."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))

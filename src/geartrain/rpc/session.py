@@ -30,7 +30,7 @@ class Call(NamedTuple):
 
 
 class Worker:
-    """A thread's work for one session: a call and, where calls keep order, those of the session that follow it."""
+    """One thread's work for a session: a call and, if calls keep order, the calls of the session that follow it."""
 
     __slots__ = ("_on_wait", "call", "counted", "ordered")
 
@@ -48,8 +48,8 @@ class Worker:
 class ServerSession:
     """A client that has connected to this node, from its first message to the end of its connection.
 
-    Functions registered `with_caller` get it, of which `rpc.Caller` is the public part: `name`, `node`,
-    `authenticated` and `keep`.
+    Functions registered `with_caller` get the session. Its public part is `rpc.Caller`: `name`, `node`, `authenticated`
+    and `keep`.
 
     `queue`, `queued_bytes`, `worker` and `running` belong to the scheduler, which changes them under its lock.
     """

@@ -1,4 +1,4 @@
-"""Background threads of one node, joined when it closes."""
+"""Background threads of one node, which the node joins when it closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections: ordered messages between two processes, over the fastest transport that works between them.
+"""Connections that carry ordered messages between two processes, over the fastest transport that works between them.
 
     listener = transport.listen()
     mine = transport.connect(listener.address)        # usually in another process
@@ -6,12 +6,18 @@
     mine.send(b"what it is", [array])
     message = theirs.receive()                        # message.header, message.buffers
 
-Providers, fastest first: `inproc` (both ends in one process), `shm` (one host: a ring in shared memory, big buffers in
-segments that are leased, not copied) and `tcp`. Each is tried, and host names are never compared, so containers are
-fine; `connection.transport` is the one in use and `connection.considered` says why not a faster one.
-native/transport/transport.h is the manual: threads, memory, lost peers, trust and forks.
+The transports, fastest first:
 
-`geartrain.transport.codec` encodes values; `geartrain.rpc` calls functions over connections.
+- `inproc`: both ends are in one process.
+- `shm`: both ends are on one host. Messages go through a ring buffer in shared memory. Large buffers are leased in
+  shared-memory segments instead of copied.
+- `tcp`: everything else.
+
+`connect` tries each transport in this order. It never compares host names, so containers work without configuration.
+`connection.transport` names the transport in use. `connection.considered` says why a faster one does not work.
+
+native/transport/transport.h documents threads, memory, lost peers, trust and forks. `geartrain.transport.codec` encodes
+values. `geartrain.rpc` calls functions over connections.
 """
 
 from __future__ import annotations
@@ -271,9 +277,9 @@ class Connection:
 
 
 class MemoryRegion:
-    """Memory that is exposed to a peer. `Connection.expose` returns it.
+    """Memory of this process that a peer can access. `Connection.expose` returns it.
 
-    Access ends when it is closed or garbage-collected.
+    Access ends when the region is closed or garbage-collected.
 
     Args:
         native: set by `Connection.expose`; do not call the class itself.
@@ -312,7 +318,7 @@ class MemoryRegion:
 
 
 class Listener:
-    """Accepts connections. A thread of its own does the handshakes, so that no client delays another.
+    """Accepts connections. A background thread performs the handshakes, so a slow client does not delay the others.
 
     Args:
         native: set by `listen`; do not call the class itself.

@@ -1,4 +1,4 @@
-"""This process's NIXL agent: found, brought up once, and its exceptions translated."""
+"""Finds the NIXL package, starts this process's one NIXL agent, and translates NIXL's exceptions to geartrain's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registered regions of memory, and links that write and read a peer's regions through NIXL."""
+"""Registered memory regions, and the links that write and read a peer's regions through NIXL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Span = tuple[int, int, int]  # address, bytes, device as NIXL counts them
 
 
 class RegisteredRegion:
-    """Memory that peers may write and read with its `descriptor`, until it is closed."""
+    """Registered memory that peers may write and read. They need its `descriptor`. Closing the region ends access."""
 
     def __init__(self, agent: Agent, memory: Any) -> None:
         self._agent, self._registered = agent, None

@@ -1,4 +1,4 @@
-"""Registered host memory: a pool of buffers that peers write to over NIXL."""
+"""Pool of registered host buffers into which peers write over NIXL."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from geartrain.transport.nixl import RegisteredRegion, expose
 
 
 class RegisteredMemoryPool:
-    """Leases buffers, and keeps up to `max_warm_bytes` of those that came back for the next leases.
+    """Leases registered buffers. Keeps at most `max_warm_bytes` of returned buffers for later leases.
 
-    A buffer that a lost peer may still be writing to is `abandoned`: its pages go back to the system, its address is
-    never used for anything else.
+    Call `abandon` on a buffer that a lost peer may still be writing to. Its memory is then never used for anything
+    else.
     """
 
     def __init__(self, max_warm_bytes: int = 2 << 30) -> None:

@@ -1,4 +1,4 @@
-"""Rendezvous: names and addresses of processes, exchanged through a c10d store (TCPStore, FileStore)."""
+"""Rendezvous: processes exchange names and addresses through a c10d store (TCPStore, FileStore)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FORMS = "tcp://host:port, env:// (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE) o
 
 
 class Directory:
-    """Addresses by name: those given, and those that peers have put into the store."""
+    """Looks up addresses by name, in the given addresses and in those that peers have written to the store."""
 
     def __init__(self, store: Any, known: dict[str, str], prefix: str = "geartrain/rpc") -> None:
         self.store = store

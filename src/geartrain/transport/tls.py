@@ -1,4 +1,7 @@
-"""TLS options: the certificate, key and certificate authority of a process (native/transport/security/tls.h)."""
+"""TLS options: the certificate, private key and certificate authority of a process.
+
+native/transport/security/tls.h implements TLS for connections.
+"""
 
 from __future__ import annotations
 

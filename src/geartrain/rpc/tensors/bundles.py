@@ -1,4 +1,4 @@
-"""Tensor bundles: leaves of a message that are transferred together out of band, as the message describes them."""
+"""Tensor bundles: groups of tensors that one message describes and a channel transfers out of band."""
 
 from __future__ import annotations
 

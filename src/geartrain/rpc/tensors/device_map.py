@@ -1,11 +1,14 @@
-"""Device maps: which GPU of a peer a tensor goes to, and which GPU here a result on it comes back to.
+"""Device maps: choose the peer's GPU that a tensor is sent to, and the local GPU that a result returns to.
 
-A map is given per peer, as for `torch.distributed.rpc`: `{"learner": {0: 1}}` sends tensors on cuda:0 to the learner's
-cuda:1, and results on its cuda:1 come back to cuda:0. As text it is `<peer>_<local GPU>_<peer's GPU>,...`, where the
-peer is a rank or a name: `1_0_0,2_0_1`. Without one it is the GPU of the same index if the peer has it, else one of its
-GPUs in turn, else its CPU.
+As in `torch.distributed.rpc`, a map is given per peer. `{"learner": {0: 1}}` sends tensors on cuda:0 to cuda:1 of the
+learner. Results on the learner's cuda:1 return to cuda:0.
 
-Pure functions: nothing here knows CUDA.
+A map can also be text: `<peer>_<local GPU>_<peer's GPU>,...`, for example `1_0_0,2_0_1`. The peer is a rank or a name.
+
+Without a map, a tensor goes to the GPU with the same index if the peer has it. Otherwise it goes to one of the peer's
+GPUs in turn, or to the CPU if the peer has no GPU.
+
+This module has pure functions only and does not use CUDA.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ Maps = dict[str, dict[int, int]]
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """The map to one peer; `given` is None when it is chosen automatically."""
+    """The device map to one peer. `given` is None if devices are chosen automatically."""
 
     peer: str
     given: Mapping[int, int] | None = None

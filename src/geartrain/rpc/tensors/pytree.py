@@ -1,4 +1,4 @@
-"""Pytrees: leaves taken out of nested containers before encoding, and put back by their key paths."""
+"""Pytrees: takes leaves out of nested containers before encoding, and puts them back by their key paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Server side of tensor transfers: takes tensors of calls, and holds those of results until the client fetches them."""
+"""Server side of tensor transfers.
+
+Receives the tensors of calls, and holds the tensors of results until the client fetches them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from geartrain.rpc.tensors.pytree import put_back
 
 
 class TensorReceiver:
-    """The server's end of one connection; tensors/calls.py has what its client calls."""
+    """The server's end of tensor transfers on one connection. tensors/calls.py has the functions that its client calls."""
 
     def __init__(self, devices: DeviceTensors, connection: _native.Connection) -> None:
         self.devices = devices

@@ -1,4 +1,7 @@
-"""Client side of tensor transfers: sends tensors of calls, fetches those of results, and chooses the channels."""
+"""Client side of tensor transfers.
+
+Sends the tensors of calls, fetches the tensors of results, and chooses the channels.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class TensorSender:
-    """The client's end of one connection.
+    """The client's end of tensor transfers on one connection.
 
     Args:
         devices: this node's.
