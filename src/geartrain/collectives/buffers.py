@@ -1,4 +1,4 @@
-"""Host buffers: address, element count and dtype of an array of any library."""
+"""Host buffers: the address, element count and dtype of an array of any library."""
 
 from __future__ import annotations
 

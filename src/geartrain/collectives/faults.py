@@ -1,4 +1,4 @@
-"""Faults of the native layer as named errors."""
+"""Converts faults of the native layer into geartrain's errors, which name the ranks and reducers concerned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group: all-reduce, reduce-scatter, all-gather, all-to-all and broadcast of host arrays among ranks."""
+"""`Group`: all-reduce, reduce-scatter, all-gather, all-to-all and broadcast of host arrays among ranks."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _FORKED = "this group belongs to the process that this one was forked from; make
 class Group:
     """A group of ranks for collectives. Every rank makes one, with the same arguments except `rank`.
 
-    All ranks make their calls in the same order, and get the same bits. Elements are summed in rank order, whichever
-    member owns which share. Only `algorithm="ring"` sums around the ring instead.
+    All ranks must make their calls in the same order. All ranks get the same bits: elements are summed in rank order,
+    whichever member owns which share. `algorithm="ring"` sums around the ring instead.
 
-    A failure ends the group on every rank, with an error that names the members that caused it. Make another group with
-    the next `epoch`.
+    A failure ends the group on every rank. The error names the members that caused it. To continue, make another group
+    with the next `epoch`.
 
-    Any thread may call. `close` may be called at any time, more than once: calls in progress then end with a result or
-    `CollectiveClosedError`, and later calls raise `CollectiveClosedError`. Arrays of operations in progress stay alive
-    until these end. A group that is garbage-collected, or alive at the interpreter's exit, closes itself. A forked
+    Any thread may call. `close` may be called at any time, more than once. Calls in progress then end with a result or
+    `CollectiveClosedError`, and later calls raise `CollectiveClosedError`. The arrays of an operation stay alive until
+    the operation ends. A group closes itself when it is garbage-collected, and at the interpreter's exit. A forked
     child cannot use its parent's group.
 
     Examples:

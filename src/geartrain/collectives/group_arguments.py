@@ -1,4 +1,4 @@
-"""Arguments of a group, checked before anything is connected."""
+"""Checks the arguments of a group before it connects to other ranks."""
 
 from __future__ import annotations
 

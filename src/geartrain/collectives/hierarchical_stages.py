@@ -1,11 +1,14 @@
-"""Stages of a hierarchical all-reduce: within the host, across hosts, and within the host again.
+"""Runs the three stages of a hierarchical all-reduce: within the host, across hosts, and within the host again.
 
-Arrays are cut into pieces of `PIECE_BYTES`, all in place; the stages of different pieces overlap. The first stage is
-issued by the caller, the others by a thread each, in the order of the calls, which is the same on all ranks.
+Arrays are cut into pieces of `PIECE_BYTES`, and the stages of different pieces overlap. Everything happens in place.
+The caller issues the first stage. Two threads issue the second and the third stage. Each follows the order of the
+calls, which is the same on all ranks.
 
-A fault of any part ends all parts of this rank with its text and the members it names, and so reaches every rank.
-Within the host an operation has its own deadline, across hosts a second more and on the way back two: a rank that hangs
-is named by its own host.
+If one part (a native group of this rank) fails, all parts of the rank end with the same text and the same members. The
+fault reaches every rank in this way.
+
+Within the host, an operation has its own deadline. Across hosts the deadline is one second later, and in the third
+stage two seconds later. A rank that hangs is therefore named by its own host.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ _MOMENT_S = 0.3  # of `close`, for all operations in progress together
 
 @dataclass
 class GroupPart:
-    """A native group of some of the ranks, and their numbers among all."""
+    """A native group of some of the ranks, with their rank numbers in the whole group."""
 
     session: Session
     ranks: Sequence[int]
@@ -60,7 +63,7 @@ class GroupPart:
 
 
 class StagedOperation:
-    """One all-reduce in its stages, as `Work` waits for it."""
+    """One all-reduce in stages, with the interface that `Work` needs."""
 
     def __init__(self, stages: HostStages, work: Work, pieces: int) -> None:
         self.stages = stages
@@ -114,7 +117,7 @@ class _Piece:
 
 @dataclass
 class HostStages:
-    """The parts of this rank, the operations in progress, and the threads that issue the second and third stage."""
+    """This rank's parts, the operations in progress, and the threads that issue the second and third stages."""
 
     world_size: int
     place: int  # of this rank on its host

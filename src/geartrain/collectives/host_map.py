@@ -1,4 +1,4 @@
-"""Map of ranks to hosts: for the two levels of a hierarchical all-reduce, and the order of a ring's neighbours."""
+"""Map of ranks to hosts, for hierarchical all-reduces and for the order of neighbours in a ring."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def cut(count: int, itemsize: int, lanes: int, number: int) -> list[tuple[int, i
 
 @dataclass(frozen=True)
 class RingOrder:
-    """How many hops of a ring in rank order lead from host to host.
+    """How many hops of a ring in rank order go from one host to another.
 
     Attributes:
         crossings: hops between ranks of different hosts.

@@ -1,4 +1,4 @@
-"""Probe of reducers: which of them accept a connection."""
+"""Tests which reducers accept a connection."""
 
 from __future__ import annotations
 

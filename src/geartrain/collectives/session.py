@@ -1,10 +1,19 @@
-"""Session: one epoch of a group, its operations in progress, and their continuation in the next epoch.
+"""Session of a group: one epoch, with the operations in progress.
 
-Losing a reducer ends a session, but no training step: every waiting array still has its input, because results are
-copied into it only when complete, and every result that some rank has and others lack is kept until all ranks have
-acknowledged it (native/collectives/protocol.h: settled). The ranks bootstrap again under the next epoch, all-gather
-which operations are complete where, broadcast the results that some ranks lack, and issue the rest again in the old
-order. Reducers that do not answer during this bootstrap are left out too, by all ranks or by none.
+If a reducer is lost, the next session continues them.
+
+A lost reducer ends the session, but no training step is lost. Two rules make this possible:
+
+- Every unfinished operation still has its input, because a result is copied into the array only when it is complete.
+- A result that some ranks have and others lack is kept until all ranks have acknowledged it ("settled" in
+  native/collectives/protocol.h).
+
+The ranks recover in four steps:
+
+1. They bootstrap again under the next epoch. A reducer that does not answer is left out by all ranks.
+2. They all-gather which operations are complete on which rank.
+3. They broadcast the results that some ranks lack.
+4. They issue the other operations again, in the old order.
 """
 
 from __future__ import annotations
@@ -48,7 +57,7 @@ _CAUSE_TIMEOUT_S = 1.0  # for the cause, from a rank whose connection was lost d
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """What stays the same over all epochs of a group.
+    """Settings that stay the same over all epochs of a group.
 
     Attributes:
         store: where ranks exchange addresses; None for a group of one.
@@ -68,7 +77,7 @@ class GroupConfig:
 
 
 class Session:
-    """One epoch of a group. Returns from its constructor when all members are connected.
+    """One epoch of a group. The constructor returns when all members are connected.
 
     Args:
         config: of the group.

@@ -1,4 +1,4 @@
-"""Shares: which rank or reducer owns how much of an array."""
+"""Shares: the fraction of an array that each rank or reducer owns."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ It follows four rules, under one lock:
    its function waits for a call of its own, or when its call was cancelled. Another worker then takes its place. At
    most `_MAX_ASIDE` workers may be uncounted.
 3. Receivers. The threads that receive messages also execute the calls, so a quick reply needs no thread switch. There
-   is one receiver more than `max_threads`, and the last one only queues calls. The server therefore notices cancellations
-   and lost clients however long the functions take.
-4. Bounds. A session's queue and the backlog accept a limited number of calls and bytes. Beyond it they raise
+   is one receiver more than `max_threads`, and the last one only queues calls. The server therefore notices
+   cancellations and lost clients however long the functions take.
+4. Bounds. A session's queue and the backlog accept a limited number of calls and bytes. Calls beyond it get a
    `BusyError`.
 
 The native inbox limits how many functions start at once (`max_running`), by when it delivers the next message.

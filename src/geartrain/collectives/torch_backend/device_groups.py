@@ -1,4 +1,4 @@
-"""Groups of a torch process group: one for the tensors of each device, connected by its first operation."""
+"""Keeps one `Group` for the tensors of each device of a torch process group. The first operation connects it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class DeviceGroups:
-    """The Groups of one process group. Each has its own: calls are ordered among tensors of one device only.
+    """The Groups of one process group, one for each device. Calls are ordered only among the tensors of one device.
 
-    Any thread may call; `close` and `disconnect` also beside a Group that is being made, which they end.
+    Any thread may call. `close` and `disconnect` may also be called while another thread makes a Group. They then end
+    this.
 
     Args:
         store: of torch's kind, used by this process group alone.

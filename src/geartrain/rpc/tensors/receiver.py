@@ -20,7 +20,7 @@ from geartrain.rpc.tensors.pytree import put_back
 
 
 class TensorReceiver:
-    """The server's end of tensor transfers on one connection. tensors/calls.py has the functions that its client calls."""
+    """The server's end of tensor transfers on one connection. tensors/calls.py has the functions that clients call."""
 
     def __init__(self, devices: DeviceTensors, connection: _native.Connection) -> None:
         self.devices = devices
