@@ -1,6 +1,6 @@
-"""Layout of a version: names, dtypes, shapes and offsets of its tensors in a buffer.
+"""Layout of a version: the names, dtypes, shapes and offsets of its tensors in a buffer.
 
-Names are paths, so that nested mappings, as `{"policy": module.state_dict(), "steps": array}`, are restored. A tensor
+A name is a path, so nested mappings such as `{"policy": module.state_dict(), "steps": array}` are restored. Each tensor
 starts at a multiple of 64 bytes.
 """
 

@@ -1,4 +1,7 @@
-"""Segment of weights: a file in shared memory that a publisher writes and readers map. format.py draws the bytes."""
+"""A segment of weights: the shared-memory file that a publisher writes and readers map.
+
+format.py documents its bytes.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ _MAP_NORESERVE = 0x4000
 
 
 class WeightsSegment:
-    """An open file of weights that this process is attached to. Locks are those of this object's open file."""
+    """An open file of weights that this process is attached to. Its locks belong to this object's open file."""
 
     fd = -1  # of one that was never made
 

@@ -1,4 +1,4 @@
-"""Writer of a segment of weights: buffers in turns, for a publisher or a relay."""
+"""Writes versions into the buffers of a segment of weights, for a publisher or a relay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CHECK_EVERY_S = 0.1
 
 
 class Writer:
-    """The only writer of the weights of a name on this host, while it is open."""
+    """The only writer of a name's weights on this host, while it is open."""
 
     def __init__(self, name: str, buffers: int, directory: Path, trust: Trust = "user") -> None:
         """Raises `GeartrainError` when another one is alive."""

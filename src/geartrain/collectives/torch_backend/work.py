@@ -245,7 +245,7 @@ _callbacks = threading.local()
 class _Completions:
     """The works of one depth, and the threads that complete them.
 
-    While there are works, one thread is not in a callback.
+    While there are works, at least one thread is free to start.
     """
 
     def __init__(self, name: str, depth: int) -> None:
