@@ -1,4 +1,4 @@
-"""Argument checks: whole numbers, timeouts, capacities, thread counts."""
+"""Checks of arguments: whole numbers, timeouts, capacities, thread counts."""
 
 from __future__ import annotations
 

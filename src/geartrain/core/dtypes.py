@@ -1,6 +1,6 @@
-"""Table of element dtypes: names, stored codes and sizes, and conversion to NumPy and torch.
+"""Table of element dtypes: their names, stored codes and sizes, and their conversion to NumPy and torch.
 
-Every other table of dtypes (of reductions, of messages, of GPU copies) derives from this one.
+All other tables of dtypes (for reductions, messages and GPU copies) derive from this one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dtype:
-    """One element type: its torch name, its number in the segment's header and its size.
+    """One element type: its torch name, its code in the segment's header, and its size.
 
-    `numpy_name` is None for the types that NumPy does not have. Such fields are handled through torch,
-    or through `ml_dtypes` where that is installed.
+    `numpy_name` is None for types that NumPy does not have. Fields of these types are handled through torch, or through
+    `ml_dtypes` if it is installed.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Optional packages, and the extras of geartrain that install them."""
+"""Checks for optional packages. The error names the extra of geartrain that installs the missing package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Futex: sleeping until another process changes a word of shared memory (native/base/futex.h)."""
+"""Futex: sleeps until another process changes a word of shared memory.
+
+native/base/futex.h is the native side.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""JSON of strangers: parsed within bounds, and entries that are of their types and ranges.
+"""Reads JSON from untrusted files: limits its nesting, and checks the types and ranges of entries.
 
-A checksum tells damage; it does not tell whether whoever wrote a file knew the format. What is wrong is a `ValueError`
-here, which readers turn into the error of their files.
+A checksum detects damage, but does not show that the file's writer knew the format. A wrong entry raises `ValueError`
+here, and each reader converts it into the error of its files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text as it is shown: of strangers, such as names of files, and on streams that are not UTF-8."""
+"""Makes text safe to print: untrusted text such as file names, and text for streams that are not UTF-8."""
 
 from __future__ import annotations
 

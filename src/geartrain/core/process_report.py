@@ -1,15 +1,18 @@
-"""Process report: what replays, RPC nodes, groups and readers of a process do, for other processes of its host.
+"""Process report: statistics of a process's replays, RPC nodes, groups and readers, for other processes of its host.
 
     register(replay, "replay", lambda replay: {"name": ..., **replay.stats()})   # in a constructor
     for report in read_reports(): ...                                          # in `geartrain top`
 
-A thread of the process, started with the first object, reads the figures of all that live once a second and writes them
-into a small file beside the segments, `geartrain-report-PID.json`: nothing is counted or locked where batches and calls
-are made. A process that can have no more threads goes on without reports, and says so in its log. A file is replaced as
-a whole, so a reader sees one report or the next. It goes with its process; what a killed process leaves is removed by
-whoever reports next on the host, and is recognised by the process's start time.
+Once a second, a background thread reads the figures of all registered objects that are alive. It writes them into a
+small file in the directory of the segments, `geartrain-report-PID.json`. Batches and calls themselves count and lock
+nothing for this. The thread starts with the first object. If the process can have no more threads, it continues without
+reports, and logs this.
 
-GEARTRAIN_REPORT_S is the period in seconds; 0 for no thread and no file.
+A file is replaced as a whole, so a reader sees one complete report. The process removes its file when it ends. If it
+was killed, the next process of the host that reports removes the file. It recognises such a file by the process's start
+time.
+
+The environment variable GEARTRAIN_REPORT_S sets the period in seconds. 0 disables the thread and the file.
 """
 
 from __future__ import annotations
@@ -131,7 +134,7 @@ def period_s() -> float:
 
 
 class _Reporter:
-    """The process's objects, and the thread that reports them."""
+    """The registered objects of the process, and the thread that reports them."""
 
     def __init__(self) -> None:
         self.reset()

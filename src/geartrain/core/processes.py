@@ -1,4 +1,4 @@
-"""Processes: a child that ends with its parent (Linux's PR_SET_PDEATHSIG), and what the kernel tells about others."""
+"""Ends a child process with its parent (Linux's PR_SET_PDEATHSIG), and reads other processes' state from /proc."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def at_end_of_forked_child(close: Callable[[], None]) -> None:
 
 
 class ProcessState(NamedTuple):
-    """What /proc tells about a process.
+    """The state of a process, as /proc shows it.
 
     Attributes:
         state: R running, S waiting, D waiting in the kernel, T stopped by a signal, t by a debugger, Z ended and not

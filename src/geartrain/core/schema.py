@@ -1,8 +1,10 @@
-"""Schema of a store: fields, their block layout, and the checks of both.
+"""Schema of a store: its fields, the layout of their blocks, and the checks of both.
 
-A store is a table of rows. Each field is one column: a contiguous array of equal blocks, one block a
-row. A block has time as its first axis, and holds up to the store's `max_length` steps; a field that is `per_row`
-(a task id, an embedding of the prompt) has no time and holds one value a row.
+A store is a table of rows. Each field is one column, which is a contiguous array of blocks of equal size. Each row has
+one block of each field. The first axis of a block is time, with room for `max_length` steps.
+
+A field that is `per_row` has no time axis and stores one value for each row. Examples are a task id, or an embedding of
+the prompt.
 """
 
 from __future__ import annotations

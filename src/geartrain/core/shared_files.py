@@ -1,8 +1,16 @@
-"""Shared files: where segments live, and whose are opened (native/base/shared_file.h is the manual).
+"""Shared files: finds the directory of segments, and opens only files that untrusted users cannot write to.
 
-A file that others may write to can make whoever maps it read what they like, and SIGBUS when they truncate it. So a
-file is opened by its name only when it is a regular one, no symbolic link, and only those who are trusted may write to
-it: `"user"` (this process's user, and root), `"group"` (a group of this user as well), `"any"`.
+A process that maps a file is at the mercy of everyone who may write to the file. Such a user can change what the
+process reads, and can cause a SIGBUS by truncating the file. A file is therefore opened by name only if it is a regular
+file, not a symbolic link, and only trusted users may write to it. Who is trusted is one of:
+
+| trust | users |
+|---|---|
+| `"user"` | this process's user, and root |
+| `"group"` | also the members of a group that this user belongs to |
+| `"any"` | everyone |
+
+native/base/shared_file.h has the details.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Threads and events that a signal handler may use, even while the thread it interrupts is using the same one.
+"""Threads and events that a signal handler may use, even if it interrupts a thread that is using the same object.
 
-Every thread that geartrain starts is a `DaemonThread`. If the system has no more threads, `start` raises an error of
-geartrain. The caller then cleans up what the thread would have ended.
+Every thread that geartrain starts is a `DaemonThread`. If the system has no more threads, `start` raises
+`GeartrainError`. The caller then cleans up the state that the thread would have cleaned up.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _END_S = 0.25
 
 
 class DaemonThread(threading.Thread):
-    """A daemon thread whose join ends with its work.
+    """A daemon thread whose `join` returns when its work is done.
 
-    CPython before 3.13 has the thread's lock for an instant at the end of a join. A signal's handler that comes in
-    there, and joins as well, would wait for whom it interrupts: for its whole timeout, or for ever. So the thread says
-    itself that its work is over, and joins are made in slices.
+    Before version 3.13, CPython holds the thread's lock for an instant at the end of `join`. If a signal handler runs
+    in this instant and also joins the thread, it waits for the code that it interrupted, until its timeout or for ever.
+    The thread therefore sets a flag when its work is done, and `join` waits in slices and reads the flag.
 
     Args:
         target: its work.
@@ -104,11 +104,13 @@ def refuse_within(lock: threading.RLock, what: str) -> None:  # type: ignore[val
 
 
 class ReentrantEvent:
-    """`threading.Event` without a lock, of which a signal's handler may make any call, whatever call it interrupts.
+    """`threading.Event` without a lock. A signal handler may call any method, whichever call it interrupts.
 
-    `threading.Event` has a lock for an instant in `set`, and at both ends of `wait`. A handler that comes in there
-    and sets the event as well waits for whom it interrupts, for ever. Here a wait notes its own lock first and looks at
-    the flag then, and `set` sets the flag first and releases what is noted then, so that no wake-up is lost.
+    `threading.Event` takes a lock for an instant in `set`, and at both ends of `wait`. A handler that runs in this
+    instant and sets the same event would wait for the code that it interrupted, for ever.
+
+    Here `wait` first registers a lock of its own and then reads the flag. `set` first sets the flag and then releases
+    all registered locks. No wake-up is lost in this order.
     """
 
     def __init__(self) -> None:

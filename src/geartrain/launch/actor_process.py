@@ -1,4 +1,4 @@
-"""Process of an actor pool: reads its task from stdin (actor_entry.py), and runs one actor."""
+"""The process of an actor pool: reads its task from stdin and runs one actor. actor_entry.py starts it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ importing_main = False
 
 @dataclass(frozen=True)
 class ActorTask:
-    """What the processes of an actor pool run.
+    """The task of an actor pool's processes.
 
     Attributes:
         store, counters: names of both; actor i has the counters' slot i.

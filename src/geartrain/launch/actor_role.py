@@ -1,4 +1,4 @@
-"""Actor processes: one actor's run, for `geartrain launch` (`actors`) and for `ActorPool`."""
+"""Runs one actor in its process, for `geartrain launch` (the role `actors`) and for `ActorPool`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the amounts that a job's description asks schedulers for: processors, accelerators, memory."""
+"""Checks the numbers of processors and accelerators, and the memory, that a job's description asks schedulers for."""
 
 from __future__ import annotations
 

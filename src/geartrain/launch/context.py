@@ -1,4 +1,7 @@
-"""Context of a job's process: rank, store, weights, RPC node, reports. Outside of a launch, of a job of one process."""
+"""`Context`: gives a process of a job its rank, store, weights, RPC node and reports.
+
+Outside of `geartrain launch`, the context is that of a job with one process.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ STORES = "store"
 
 @dataclass
 class ProcessSpec:
-    """What the launcher passes to a process, as JSON in its environment."""
+    """What the launcher tells a process about itself, as JSON in an environment variable."""
 
     job: str
     role: str
@@ -84,7 +87,9 @@ class ProcessSpec:
 
 
 class Context:
-    """A process's access to its job. Functions of a role get it as first argument, others from `launch.context()`.
+    """A process's access to its job.
+
+    The function of a role gets the context as its first argument. Other code gets it from `launch.context()`.
 
     Args:
         spec: set by the launcher; do not call the class itself.
@@ -460,7 +465,7 @@ class Context:
 
 
 class CoordinatorStore:
-    """Addresses of a job's nodes, kept by the coordinator on host 0, with the interface of a c10d store."""
+    """Addresses of a job's nodes, with the interface of a c10d store. The coordinator on host 0 keeps them."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

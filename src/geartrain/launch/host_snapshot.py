@@ -1,11 +1,12 @@
-"""Snapshot of a host: its stores, weights, jobs, and what its processes report of themselves, as plain data.
+"""Snapshot of a host as plain data: its stores, weights, jobs, and the reports of its processes.
 
     snapshot = take_snapshot()
     snapshot["stores"][0]["counters"]["inserted"]
 
-Everything is read without attaching, locking or writing: stores as `geartrain inspect` reads them, counters of jobs,
-reports (core/process_report.py) and /proc. What vanishes meanwhile is left out, and what is damaged, or another user's,
-is an entry with its name and an `error`. It costs a file opened for each store, weights, counters and process.
+A snapshot reads everything without attaching, locking or writing. It reads stores as `geartrain inspect` does, and the
+counters of jobs, the process reports (core/process_report.py) and /proc. Anything that vanishes meanwhile is left out.
+Anything that is damaged, or belongs to another user, becomes an entry with its name and an `error`. The cost is one
+opened file for each store, set of weights, counters and process.
 
     host, id, at_s, shm: {directory, bytes, free_bytes}
     stores     name, rows, capacity, bytes, clients [{pid, rows}], lock_holder, counters {..}, limiter {..}, age_s

@@ -1,4 +1,4 @@
-"""Host discovery: position of this launcher among the hosts of a job: torchrun, Slurm, Kubernetes or arguments."""
+"""Finds this launcher's position among the hosts of a job, from torchrun, Slurm, Kubernetes or arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POD_HOSTS, POD_FIRST_HOST, POD_MASTER = "GEARTRAIN_HOSTS", "GEARTRAIN_FIRST_HOST
 
 @dataclass(frozen=True)
 class HostPosition:
-    """Position of a launcher among the hosts of a job, and the addresses of the rendezvous.
+    """A launcher's position among the hosts of a job, and the addresses of the rendezvous.
 
     Attributes:
         host: number of this host.

@@ -1,4 +1,4 @@
-"""Job description: roles and their processes, from Python or from a TOML file."""
+"""`Job` and `Role`: the description of a job and its processes, from Python or from a TOML file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True)
 class Role:
-    """Processes of a job that do the same. `learners`, `agents`, `actors` and `reducers` make the usual ones.
+    """Processes of a job that run the same code. `learners`, `agents`, `actors` and `reducers` make the usual roles.
 
     Attributes:
         name: name of the role; its processes are NAME-0, NAME-1, ...

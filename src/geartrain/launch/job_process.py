@@ -1,4 +1,4 @@
-"""Process of a job: its specification, its log, and how its launcher starts it."""
+"""A process of a job: its specification, its log, and how its launcher starts it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RANK_VARIABLES = (
 
 
 class JobProcess(ChildProcess):
-    """Process `number` of a role; the same object when it is started again.
+    """Process `number` of a role. The object stays the same when the process is restarted.
 
     Args:
         job, placed: what it belongs to.

@@ -1,4 +1,4 @@
-"""JobSets for Kubernetes: a job's description as a manifest for `kubectl apply`.
+"""JobSets for Kubernetes: converts a job's description into a manifest for `kubectl apply`.
 
     geartrain generate kubernetes job.toml --image registry/pendulum:1 --hosts 3 > job.yaml
     kubectl apply -f job.yaml
@@ -11,8 +11,8 @@
         pod walk-host-2-0-0                   host 2
       headless service walk                   the pods' names, by which launchers and ranks find host 0
 
-A pod is a host: its processes share its /dev/shm, a memory volume, so that a store is one for all of them. Launchers
-find their position in the pod's environment (hosts.py).
+Each pod is one host. The processes of a pod share its /dev/shm, a memory volume, so they share one store. Launchers
+read their position from the pod's environment (hosts.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Launcher: the supervisor loop of a job on one host, from the start of its processes to the end of all.
+"""`Launcher`: runs a job on one host, from the start of its processes until all of them have ended.
 
-It has one thread, which starts all processes: the kernel kills them when that thread ends, however it does.
+One thread starts all processes and supervises them. If this thread ends, however it does, the kernel kills them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MASTER_KEY = "geartrain/launch/master"
 
 
 class Launcher:
-    """Runs one job on this host. `launch.run` makes one."""
+    """Runs one job on this host. `launch.run` makes the launcher."""
 
     def __init__(
         self,

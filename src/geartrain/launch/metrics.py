@@ -1,4 +1,4 @@
-"""Metrics of a job's processes: each writes its counters, the launcher reads them and derives rates and shares."""
+"""Metrics of a job's processes: each process writes counters, and the launcher derives rates and shares from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WINDOW_S = 5.0
 
 
 class Reporter:
-    """A process's side: writes counts and metrics to its slot.
+    """A process's side: writes counters and metrics to the process's slot.
 
     Args:
         slot: of this process; None outside of a launch, where reports go nowhere.
@@ -94,7 +94,7 @@ class ProcessMetrics:
 
 
 class MetricsReader:
-    """The launcher's side: reads all slots now and then, and keeps what rates need.
+    """The launcher's side: reads all slots at intervals, and keeps earlier values to compute rates.
 
     Args:
         counters: of the job.

@@ -1,13 +1,13 @@
-"""Placement of a job's roles on its hosts: which processes run where, and how they are numbered.
+"""Placement of a job's roles: which processes run on which host, and how they are numbered.
 
     host 0   learner-0 learner-1   store-0     the learners' stores are here
     host 1   learner-2 learner-3   store-1
     host 2   actor-0 actor-1                   no store: actor-0 writes to store-0, actor-1 to store-1
     host 3   actor-2 actor-3   reducer-0
 
-A host without learners has no store of the job. Where actors or others run on one, or the job asks for it
-(`Job.serve_stores`), every host with learners gets one more process, which serves its store (store_role.py). This
-process needs no learner, and keeps serving while learners restart.
+A host without learners has no store of the job. If a host without learners runs actors or other processes, each host
+with learners gets one more process, which serves its store (store_role.py). `Job.serve_stores` requests the same. This
+process does not depend on a learner, so it keeps serving while learners restart.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Environment variables of a job's processes: the secret for all; for ranks, those that torchrun sets as well."""
+"""Environment variables of a job's processes: all get the job's secret, and ranks also get torchrun's variables."""
 
 from __future__ import annotations
 

@@ -1,14 +1,17 @@
-"""Jobs on Ray: a launcher on each of a job's nodes, as a Ray actor with the resources of all that runs there.
+"""Runs jobs on Ray: each node runs a launcher in a Ray actor, which has the resources of everything that runs there.
 
     from geartrain import launch
     from geartrain.launch.ray import run
 
     run(launch.load("walk.toml"), hosts=2)      # on the cluster that ray.init or RAY_ADDRESS has; else `address`
 
-`geartrain launch walk.toml --ray auto --hosts 2` is the same. Ray finds the nodes, one a host, by a placement group;
-the launchers start, watch and restart the processes as anywhere else, and ranks of a node see all of its accelerators.
-Each node has a store in its shared memory. Rows, weights and calls go by geartrain's own transports: through Ray go a
-job's description, a launcher's summary and one line of error, which are too small for its object store.
+`geartrain launch walk.toml --ray auto --hosts 2` does the same.
+
+Ray finds the nodes by a placement group, one node for each host. The launchers then start, watch and restart the
+processes as anywhere else. The ranks of a node see all of its accelerators. Each node has a store in its shared memory.
+
+Rows, weights and calls use geartrain's own transports. Only a job's description, a launcher's summary and one line of
+error go through Ray. They are too small for its object store.
 """
 
 from __future__ import annotations
@@ -127,7 +130,7 @@ def run(
 
 
 class _HostLauncher:
-    """The Ray actor of a node. `run` is on one of its threads, `interrupt` comes on another."""
+    """The Ray actor of a node. `run` occupies one of its threads; `interrupt` arrives on another."""
 
     def __init__(self) -> None:
         self._launcher: Any = None

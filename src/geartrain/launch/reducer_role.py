@@ -1,4 +1,4 @@
-"""Reducer of a job: owns shares of the learners' all-reduces, on whichever hosts the role names."""
+"""The role "reducers" of a job: a process that owns shares of the learners' all-reduces, on any host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts of roles: ranges and named classes of hosts, resolved for a job on so many hosts.
+"""Resolves the hosts that a role names, for a job with a given number of hosts.
 
 A role names its hosts by a list of terms, separated by commas:
 

@@ -1,4 +1,4 @@
-"""Store server of a job: serves the store of a learners' host to the processes of hosts that have none."""
+"""Store server of a job: serves the store of a learners' host to processes on hosts without a store."""
 
 from __future__ import annotations
 
