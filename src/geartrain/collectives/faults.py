@@ -98,8 +98,10 @@ def renumbered_text(text: str, numbers: Sequence[int]) -> str:
 
 
 def renumbered(error: BaseException, numbers: Sequence[int]) -> BaseException:
-    """An error of a group of some ranks as one of the whole group; itself where that is the same, or it is no error of
-    geartrain's."""
+    """The error of a group of some ranks, with the rank numbers of the whole group.
+
+    Returns the error itself if the numbers are the same, or if it is not geartrain's.
+    """
     if not isinstance(error, GeartrainError) or list(numbers) == list(range(len(numbers))):
         return error
     found = type(error)(renumbered_text(str(error), numbers))

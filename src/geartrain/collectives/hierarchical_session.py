@@ -161,7 +161,7 @@ class HierarchicalSession:
         return GroupPart(Session(config, self.epoch, found, bootstrap, elsewhere=self._elsewhere), ranks)
 
     def _elsewhere(self, fault: Fault) -> GeartrainError | None:
-        """The error of another part, whose ranks have joined and failed while this part was still being made."""
+        """The error of another part, which failed while this part was still being made."""
         found = from_reason(fault)
         return None if found is None else self.error_of(found)
 
@@ -191,7 +191,7 @@ class HierarchicalSession:
         return self.native.counts()
 
     def close(self, timeout_s: float) -> None:
-        """Leaves, after sending what other members still need, for up to `timeout_s`."""
+        """Leaves, after sending the data that other members still need, for up to `timeout_s`."""
         self.native.close(timeout_s)
 
     def release(self) -> None:

@@ -145,7 +145,7 @@ class HostStages:
             raise
 
     def parts(self) -> list[GroupPart]:
-        """Those that there are."""
+        """The parts that exist."""
         return [part for part in (self.within, self.across, self.back) if part is not None]
 
     # --- stages -------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class HostStages:
         self._move(self.crossed, None, lambda piece: (self.across, piece.second), self._return)
 
     def _return(self, piece: _Piece) -> None:
-        """The third stage: what the lanes have goes to all ranks of the host."""
+        """The third stage: sends the lanes' results to all ranks of the host."""
         operation = piece.operation
         if operation.op == "avg" and not operation.divides_first and self.place < self.lanes:
             start, count = piece.parts[self.place]

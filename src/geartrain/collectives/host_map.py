@@ -17,7 +17,7 @@ WHOLE_BYTES = 16 << 10
 
 
 def host_identity() -> str:
-    """The same for processes that share a kernel and a network namespace, and thus can pass each other memory."""
+    """An id that is equal for processes that share a kernel and a network namespace, and thus can exchange memory."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -109,7 +109,7 @@ class RingOrder:
         return cls(crossings, len(hosts) if len(hosts) > 1 else 0, tuple(rank for ranks in hosts for rank in ranks))
 
     def advice(self) -> str | None:
-        """What to change; None where nothing could be better."""
+        """The change to make. None if no order would be better."""
         if self.crossings == self.least:
             return None
         shown = ", ".join(map(str, self.order[:32])) + (", ..." if len(self.order) > 32 else "")

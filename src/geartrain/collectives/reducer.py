@@ -104,7 +104,7 @@ class Reducer:
         return self._native.counts()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Refuses new groups, waits for those in use to leave, then ends the rest with an error.
+        """Refuses new groups, waits for current groups to leave, then ends the remaining ones with an error.
 
         Args:
             timeout_s: longest wait, in seconds.

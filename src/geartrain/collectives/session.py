@@ -146,7 +146,7 @@ class Session:
         bootstrap: Bootstrap,
         elsewhere: Callable[[Fault], GeartrainError | None] | None,
     ) -> BaseException:
-        """Why this rank cannot join: what another rank has published, or else its own error, which it publishes."""
+        """Why this rank cannot join: the cause that another rank published, or its own error, which it publishes."""
         bootstrap.raise_if_stopped()
         fault = self.native.fault()
         other = None if fault is None or elsewhere is None else elsewhere(fault)
@@ -235,7 +235,7 @@ class Session:
         return found
 
     def close(self, timeout_s: float) -> None:
-        """Leaves, after sending what other members still need, for up to `timeout_s`."""
+        """Leaves, after sending the data that other members still need, for up to `timeout_s`."""
         self.native.close(timeout_s)
         self.log_reducers()
 
@@ -251,7 +251,7 @@ class Session:
         return free.pop() if free else np.empty(max(nbytes, 1), np.uint8)
 
     def _release_settled(self) -> None:
-        """Releases operations that have ended; those with a kept result once all ranks have acknowledged theirs."""
+        """Releases operations that have ended. A kept result is released once all ranks have acknowledged theirs."""
         settled = self.native.settled
         while self._kept and self._kept[0][1].done():
             issue, _ = self._kept[0]
@@ -325,7 +325,7 @@ def _continue(old: Session, new: Session, states: list[dict[str, Any]]) -> None:
 def _connect_unless_lost(
     config: GroupConfig, epoch: int, owners: Owners, bootstrap: Bootstrap, check: Callable[[], None]
 ) -> tuple[Session | None, set[str]]:
-    """A session of these owners; or the reducers that some rank has not reached, the same on all ranks."""
+    """A session of these owners, or the reducers that some rank did not reach. All ranks get the same answer."""
     lost: set[str] = set()
     new = None
     try:

@@ -33,7 +33,7 @@ class Pending(Protocol):
     """An operation in progress, as a session stores it: a native operation, or an operation in stages."""
 
     def wait(self, timeout_s: float, /) -> bool:
-        """Whether it is done, after at most so long."""
+        """Waits for at most this long. Returns whether the operation is done."""
         ...
 
     def done(self) -> bool:

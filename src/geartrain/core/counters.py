@@ -259,7 +259,7 @@ def _file_bytes(slots: int, columns: int) -> int:
 
 
 def _read_header(fd: int) -> tuple[int, list[str]]:
-    """Slots and columns, once they are what the file has room for. Raises `ValueError`, `KeyError`, `TypeError`."""
+    """Slots and columns, if they match the file's size. Raises `ValueError`, `KeyError`, `TypeError`."""
     header = json.loads(os.pread(fd, _HEADER_BYTES, 0).rstrip(b"\0"))
     slots, columns = header["slots"], header["columns"]
     if header["format"] != _FORMAT or type(slots) is not int or slots < 1:

@@ -230,7 +230,7 @@ def has_memory(tensor: Any) -> bool:
 
 
 def count_write(arrays: Iterable[Any]) -> None:
-    """Tells torch's autograd that those of the arrays that are tensors are written in place."""
+    """Tells torch's autograd that the tensors among the arrays are written in place."""
     for array in arrays:
         if hasattr(array, "requires_grad"):
             import torch
@@ -239,7 +239,7 @@ def count_write(arrays: Iterable[Any]) -> None:
 
 
 def writable_tensor(array: NDArray[Any]) -> torch.Tensor:
-    """A tensor over an array that may be read-only; whoever gets it must not write then. torch would warn of it."""
+    """A tensor over an array that may be read-only. Its user must not write then. torch would warn of such an array."""
     require_torch("a tensor", "; NumPy views do without")
     import torch
 

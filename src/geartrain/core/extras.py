@@ -9,7 +9,9 @@ from geartrain.errors import MissingDependencyError
 
 
 def require_torch(what: str, instead: str = "") -> None:
-    """Raises `MissingDependencyError` where torch is not installed: what needs it, the extra, and what does without.
+    """Raises `MissingDependencyError` if torch is not installed.
+
+    The error names the feature, the extra, and an alternative.
 
     Looks for torch without importing it, which takes a second or more.
     """

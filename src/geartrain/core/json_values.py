@@ -21,7 +21,7 @@ DEEPEST = 64
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON says. Raises `ValueError` where it is none, or is nested deeper than `DEEPEST`."""
+    """The value of a JSON text. Raises `ValueError` if it is not JSON, or is nested deeper than `DEEPEST`."""
     try:
         found = json.loads(text)
     except RecursionError:
@@ -42,7 +42,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON says.
+    """The value of a JSON file.
 
     Raises:
         ValueError: it is no JSON, or no file: a pipe of that name would be waited for.

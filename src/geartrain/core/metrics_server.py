@@ -204,7 +204,7 @@ class _Client(asyncio.Protocol):
 
 
 class _Request(BaseHTTPRequestHandler):
-    """A request as bytes, and the answer to it as bytes, whatever it says."""
+    """A request as bytes, and the answer to it as bytes, for any content."""
 
     def __init__(self, said: bytes, app: Callable[..., Any]) -> None:
         self.client_address = ("", 0)
@@ -248,11 +248,11 @@ class _Request(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing, of what clients say."""
+        """Logs nothing of the clients' requests."""
 
 
 def _app(read: Callable[[], Values]) -> Callable[..., Any]:
-    """A WSGI application whose answers share a reading."""
+    """A WSGI application whose answers share one reading."""
     try:
         from prometheus_client import CollectorRegistry, make_wsgi_app
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily

@@ -23,7 +23,7 @@ def printable(text: str, lines: bool = False) -> str:
 
 
 def never_fails(stream: Any) -> None:
-    """Has a text stream write what its encoding lacks: bars and arrows as ASCII, other characters as escapes."""
+    """Makes a text stream write characters that its encoding lacks: bars and arrows as ASCII, others as escapes."""
     # A program may have put something else in the stream's place.
     if hasattr(stream, "reconfigure") and codecs.lookup(stream.encoding).name != "utf-8":
         stream.reconfigure(errors="geartrain.shown")

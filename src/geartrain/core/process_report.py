@@ -110,7 +110,7 @@ class ProcessReport:
 
 
 def register(owner: object, kind: Kind, read: Read) -> None:
-    """Has an object's figures reported for as long as it lives, and starts the thread where there is none.
+    """Reports an object's figures for as long as it lives. Starts the thread if it does not run yet.
 
     Args:
         owner: is not kept alive.
@@ -122,7 +122,7 @@ def register(owner: object, kind: Kind, read: Read) -> None:
 
 
 def period_s() -> float:
-    """Seconds between reports, 0 for none. Raises `ArgumentError` for what is no number from 0 to 3600."""
+    """Seconds between reports, 0 for none. Raises `ArgumentError` unless it is a number from 0 to 3600."""
     text = os.environ.get(PERIOD_VARIABLE, "")
     try:
         value = float(text) if text else _PERIOD_S
@@ -235,7 +235,7 @@ class _Reporter:
             raise
 
     def _process(self) -> dict[str, Any]:
-        """What stays as it is as long as the process lives, and is read once."""
+        """The values that stay the same for the process's life. They are read once."""
         if self._about.get("started") is None:
             me = process_state(os.getpid())
             self._about = {
@@ -386,7 +386,7 @@ def _require_shallow(figures: Any, levels: int = _MOST_LEVELS) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers and short arrays as Python's; what JSON has no form for, as text."""
+    """Converts NumPy numbers and short arrays to Python's. Values without a JSON form become text."""
     if not hasattr(value, "tolist"):
         return str(value)
     length = math.prod(value.shape) if hasattr(value, "shape") else len(value)

@@ -152,7 +152,7 @@ def _is_name(name: object) -> bool:
 
 
 def check_max_length(fields: Mapping[str, Field], max_length: int | None) -> int:
-    """The longest row in steps: what was given, or 1 where no field has time.
+    """The longest row in steps: the given number, or 1 if no field has time.
 
     Raises:
         ArgumentError: absent though a field has time; shows the call to write. Or given though none has.
@@ -187,7 +187,7 @@ def stored_schema(fields: Mapping[str, Field], max_length: int) -> list[tuple[st
 
 
 def fields_of_stored(stored: Iterable[tuple[str, object, bool, Sequence[int]]]) -> tuple[dict[str, Field], int]:
-    """What `stored_schema` was made of: the fields, and the longest row in steps."""
+    """Inverse of `stored_schema`: the fields, and the longest row in steps."""
     fields: dict[str, Field] = {}
     max_length = 1
     for name, dtype, timed, shape in stored:
@@ -198,7 +198,7 @@ def fields_of_stored(stored: Iterable[tuple[str, object, bool, Sequence[int]]]) 
 
 
 def schema_difference(wanted: dict[str, Field], found: dict[str, Field]) -> str:
-    """The first difference between two schemas that are not the same, in words."""
+    """The first difference between two different schemas, in words."""
     for field, spec in wanted.items():
         if field not in found:
             return f"it has no field {field!r}"

@@ -72,16 +72,16 @@ class DaemonThread(threading.Thread):
 
 
 def owns(lock: threading.RLock) -> bool:  # type: ignore[valid-type]
-    """Whether the calling thread has it: a signal's handler that has interrupted whoever took it does, too."""
+    """Whether the calling thread holds the lock. True also in a signal handler that interrupted the holder."""
     return bool(lock._is_owned())  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def held(lock: threading.RLock, timeout_s: float) -> Iterator[bool]:  # type: ignore[valid-type]
-    """Whether this thread has the lock, for which it waits `timeout_s` seconds at most, until the block ends.
+    """Holds the lock until the block ends. Yields whether it was acquired, after at most `timeout_s` seconds.
 
-    What a signal's handler raises between an `acquire` and the `try` behind it leaves a lock taken for ever. Here the
-    lock itself says whether it was taken, so that it is free once the exception's traceback is dropped.
+    If a signal handler raises between an `acquire` and the following `try`, the lock would stay taken for ever. Here
+    the lock itself tells whether it is taken, so it is free once the exception's traceback is dropped.
     """
     mine = owns(lock)
     try:
@@ -96,7 +96,7 @@ def held(lock: threading.RLock, timeout_s: float) -> Iterator[bool]:  # type: ig
 
 
 def refuse_within(lock: threading.RLock, what: str) -> None:  # type: ignore[valid-type]
-    """Raises `GeartrainError` where this thread has the lock: in a signal's handler, which has interrupted `what`."""
+    """Raises `GeartrainError` if this thread holds the lock: then a signal handler has interrupted the call `what`."""
     if owns(lock):
         raise GeartrainError(
             f"this thread is in the middle of {what}: a signal handler must not call it again until it returns"
@@ -122,7 +122,7 @@ class ReentrantEvent:
         return self._is_set
 
     def set(self) -> None:
-        """Ends all waits, and those that come."""
+        """Ends all present and future waits."""
         self._is_set = True
         for wait in tuple(self._waits):
             with contextlib.suppress(RuntimeError):  # it has been released already

@@ -26,7 +26,7 @@ os.register_at_fork(before=_looking.acquire, after_in_parent=_looking.release, a
 
 
 def find_operators() -> None:
-    """Uses what batches are made with, once in a process. Needs torch."""
+    """Uses the operators that batches need, once in a process. Needs torch."""
     global _found
     if _found:
         return

@@ -89,7 +89,7 @@ class _Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Appends what there is: whole lines, in one write."""
+        """Appends the recorded events to the file: whole lines, in one write."""
         with self._lock:
             lines = [self.events.popleft() for _ in range(len(self.events))]
             if self.dropped:
@@ -185,7 +185,7 @@ def stop() -> None:
 
 
 def load(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The events of a trace, also of one that is still written, whose list has no end yet.
+    """The events of a trace. The trace may still be written, so that its list has no end yet.
 
     A line that a full disk has cut is left out.
 
@@ -250,7 +250,7 @@ def _wrong(event: dict[str, Any]) -> str:
 
 
 def _is_time(value: Any) -> bool:
-    """Whether it is a number of microseconds; not what JSON reads as NaN, Infinity or a number beyond a float's."""
+    """Whether it is a number of microseconds. NaN, Infinity and numbers beyond a float's range are not."""
     return isinstance(value, int | float) and abs(value) < 1e18
 
 

@@ -312,7 +312,7 @@ class ActorPool:
 
 
 def _figures(pool: ActorPool) -> dict[str, Any]:
-    """For the process's report: whose counters are whose, by slot."""
+    """For the process's report: which counters belong to which actor, by slot."""
     return {
         "name": pool.store.name,
         "counters": pool.counters.name,

@@ -512,9 +512,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def context() -> Context:
-    """This process's context. Outside of a launch: that of the job "alone", whose reports go nowhere.
+    """This process's context. Outside of a launch, it is the context of a job "alone", whose reports go nowhere.
 
-    So a script runs by itself, and under `geartrain launch` as a command of a role.
+    A script can therefore run by itself, and under `geartrain launch` as a command of a role.
 
     Example:
         >>> from geartrain import launch

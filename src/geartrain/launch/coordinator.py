@@ -140,7 +140,7 @@ class Coordinator:
             self.node.call(LAUNCHER, "geartrain.launch.put", key, value, timeout_s=_REPLY_S)
 
     def known(self, key: str) -> str | None:
-        """What the job's name service has under a key by now. Raises `PeerLostError` when host 0 is gone."""
+        """The present value of a key in the job's name service. Raises `PeerLostError` if host 0 is gone."""
         if self.position.host == 0:
             with self.lock:
                 return self.names.get(key)

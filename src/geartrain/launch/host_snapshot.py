@@ -80,7 +80,7 @@ def take_snapshot(trust: Trust = "user") -> dict[str, Any]:
 
 
 def _identity() -> str:
-    """The same for all that see the same segments: of this boot, and this folder."""
+    """An id that is equal for all processes that see the same segments. It has the boot and the folder."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -150,7 +150,10 @@ def _weights(trust: Trust) -> list[dict[str, Any]]:
 
 
 def _jobs(reports: list[ProcessReport]) -> list[dict[str, Any]]:
-    """Counters of jobs and pools; names of their processes by what launchers and pools report, if they do."""
+    """Counters of jobs and pools.
+
+    The names of their processes come from the reports of launchers and pools, if there are any.
+    """
     known = {
         one.figures.get("counters"): (report, one)
         for report in reports

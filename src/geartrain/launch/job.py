@@ -490,7 +490,7 @@ def target_of(about: str, given: Any) -> str | list[str]:
 
 
 def find(target: str, directory: str = ".") -> Any:
-    """What a target names.
+    """The object that a target names.
 
     Raises:
         ArgumentError: there is no such module, file or name.

@@ -29,7 +29,7 @@ class JobStore:
         self._found = False  # one was there before, and no process of this job may have used it
 
     def check_old(self, *, fresh: bool) -> None:
-        """Removes what an earlier run has left, if the start is to be fresh; raises `StoreExistsError` if in use."""
+        """Finds the store of an earlier run. A fresh start removes it, or raises `StoreExistsError` if it is in use."""
         name = self._job.name
         with contextlib.suppress(StoreMissingError):
             left = Store.open(name, mode="r", adopt=True, trust=self._job.trust)

@@ -152,7 +152,7 @@ def job_set(
 
 
 def manifest(made: Mapping[str, Any]) -> str:
-    """YAML of a JobSet, with a comment that says what else the cluster needs.
+    """YAML of a JobSet, with a comment that lists the cluster's other requirements.
 
     Args:
         made: what `job_set` returned.
@@ -179,7 +179,7 @@ def manifest(made: Mapping[str, Any]) -> str:
 
 
 def _groups(job: Job, hosts: Sequence[HostResources]) -> Iterator[tuple[str, int, int, HostResources]]:
-    """Consecutive hosts that need the same: name, first host, how many, what each needs."""
+    """Consecutive hosts with the same needs: name, first host, number of hosts, needs of each."""
     first = 0
     for needed, same in itertools.groupby(hosts):
         count = len(list(same))

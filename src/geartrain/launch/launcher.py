@@ -287,7 +287,7 @@ class Launcher:
             self._finish("failed", f"the learners waited {JOIN_S:g} s for {', '.join(missing)}, and have not started")
 
     def _look_up_addresses(self) -> list[str]:
-        """What is not known yet, in words."""
+        """Looks up addresses, and says in words which are still unknown."""
         missing = []
         first = self._rank_hosts[0]
         if first not in (0, self.position.host) and not self.position.agent_store:
@@ -328,7 +328,10 @@ class Launcher:
         )
 
     def _end_all(self) -> None:
-        """SIGTERM to all, servers last; once more after half of `stop_s`; SIGKILL to those left at the end of it."""
+        """Sends SIGTERM to all, servers last, and again after half of `stop_s`.
+
+        Sends SIGKILL to the rest after `stop_s`.
+        """
         assert self._end is not None
         outcome, text = self._end
         self._coordinator.broadcast(

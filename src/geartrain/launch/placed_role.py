@@ -47,7 +47,7 @@ class PlacedRole:
 
 
 def place(job: Job, hosts: int) -> list[PlacedRole]:
-    """The roles of a job on so many hosts, in their order; store servers last, if there are any.
+    """The roles of a job on this many hosts, in their order. Store servers come last, if there are any.
 
     Raises:
         ArgumentError: a role is to run on a host that is not there; a host has nothing to run; learners of several

@@ -53,7 +53,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None while there is none."""
+        """Process id; None if no process runs."""
         return self._pid
 
     def spawn(
@@ -88,7 +88,7 @@ class ChildProcess:
         self.started_s = time.time()
 
     def ended(self) -> bool:
-        """Whether it has ended by now; then what is left of its session is killed, and the process reaped."""
+        """Whether the process has ended. If so, kills the rest of its session, and reaps the process."""
         if self._pid is None:
             return True
         try:

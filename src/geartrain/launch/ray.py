@@ -230,7 +230,7 @@ def check_answers(address: str) -> None:
 
 
 def _bundle(needed: HostResources) -> dict[str, float]:
-    """What Ray is to find on one node."""
+    """The resources that Ray must find on one node."""
     found = {"CPU": float(needed.cpus)}
     if needed.gpus:
         found["GPU"] = float(needed.gpus)
@@ -277,7 +277,7 @@ def _make_launcher(ray: Any, group: Any, number: int, needed: HostResources) -> 
 def _wait_for_hosts(
     ray: Any, job: Job, actors: list[Any], runs: list[Any], signals: list[int]
 ) -> list[tuple[str, str, dict[str, Any]]]:
-    """What `run` of each host has returned; of those that are lost, that they are."""
+    """The result of `run` on each host; for a lost host, the fact that it is lost."""
     found: dict[int, tuple[str, str, dict[str, Any]]] = {}
     sent, until_s = 0, None
     while len(found) < len(runs):

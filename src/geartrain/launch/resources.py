@@ -45,7 +45,7 @@ class HostResources:
 
 
 def host_resources(job: Job, hosts: int) -> list[HostResources]:
-    """What each host of a job on so many hosts needs, in order.
+    """The resources that each host of a job needs, in order of the hosts.
 
     Raises:
         ArgumentError: the job cannot be placed on so many hosts.

@@ -15,10 +15,10 @@ _BEAT_S = 0.1
 
 
 def serve(context: Context) -> None:
-    """What the processes of the role "store" run, until the job ends (placed_role.py).
+    """Function that the processes of the role "store" run, until the job ends (placed_role.py).
 
-    Waits for the learners of this host to create the store; those who need it say when they have waited too long.
-    Reports the rows that the store has taken in, by whomever.
+    It waits until the learners of this host have created the store. Processes that need the store have timeouts of
+    their own. It reports the rows that all processes have inserted into the store.
     """
     store = None
     while store is None:

@@ -271,7 +271,7 @@ def _alike(
 
 
 def _form(value: Any) -> Any:
-    """What is the same for values that are stacked. Raises nothing: calls that wait would not be answered."""
+    """The properties that stacked values must share. Never raises, or waiting calls would get no reply."""
     import numpy as np
 
     if isinstance(value, (np.ndarray, np.generic)):

@@ -103,7 +103,7 @@ class Future:
             del error, self  # the traceback holds this frame, and would hold the connection
 
     def exception(self, *, timeout_s: float | None = None) -> BaseException | None:
-        """Waits as `result` does, and returns what it would raise; None if it would return.
+        """Waits as `result` does, and returns the exception that `result` would raise, or None.
 
         Args:
             timeout_s: as for `result`.
@@ -230,9 +230,9 @@ class Future:
         return True
 
     def add_done_callback(self, callback: Callable[[Future], object]) -> None:
-        """Calls a function with this future when it is done; at once if it is done already.
+        """Calls a function with this future when it is done, or at once if it is done already.
 
-        It runs on a thread of the node or on one that waits for the future. What it raises is printed.
+        The function runs on a thread of the node, or on a thread that waits for the future. Its exceptions are printed.
 
         Args:
             callback: function of this future.
@@ -273,7 +273,7 @@ class Future:
 
 
 def _call_back(callback: Callable[[Future], object], future: Future) -> None:
-    """What it raises must not end the thread, which other futures wait for."""
+    """Runs a callback. Its exception must not end the thread, because other futures wait for the thread."""
     try:
         callback(future)
     except BaseException:

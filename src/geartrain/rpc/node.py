@@ -208,7 +208,7 @@ class Node:
             raise
 
     def why_not_gone(self, address: str) -> str | None:
-        """Internal: why it is not proven that nobody is at a node's address any more; None if it is."""
+        """Internal: why a node may still be alive at an address. None if it is proven to be gone."""
         check_text("an address", address)
         try:
             _native.connect(address, {**self._options, "transport": ""}, min(self.timeout_s, _PROBE_S)).close()

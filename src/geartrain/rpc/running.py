@@ -25,9 +25,9 @@ current = _Current()
 
 
 def about_to_wait() -> None:
-    """Yields this thread's turn before a wait: the client's next call may be what the wait is for.
+    """Yields the call's turn before this thread waits, because it may wait for the same client's next call.
 
-    The call no longer counts among those that `max_threads` bounds, either.
+    The call also stops counting against `max_threads`.
     """
     worker = current.worker
     if worker is not None:

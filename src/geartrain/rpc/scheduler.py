@@ -105,7 +105,7 @@ class Scheduler:
             return self._begin(worker)
 
     def run(self, worker: Worker) -> None:
-        """Executes a worker's call in this thread, those of its session that come meanwhile, and then the backlog."""
+        """Executes a worker's call in this thread, then later calls of its session, and then the backlog."""
         following: Worker | None = worker
         while following is not None:
             current.worker = following
@@ -132,7 +132,7 @@ class Scheduler:
         self._start(first, second)
 
     def drop(self, session: ServerSession) -> None:
-        """The client is gone: its calls do not begin, and those that run no longer hold up others."""
+        """The client is gone. Its waiting calls do not start, and its running calls no longer delay other calls."""
         with self._lock:
             session.queue.clear()
             session.queued_bytes = 0
@@ -233,7 +233,7 @@ class Scheduler:
     # --- taking the lock --------------------------------------------------------------------------------------------
 
     def _next(self, worker: Worker) -> Worker | None:
-        """What a worker's thread goes on with when its call has ended."""
+        """The next call for a worker's thread when its call has ended."""
         call = worker.call
         session = call.session
         with self._lock:

@@ -107,7 +107,7 @@ class Server:
 
     @property
     def sessions(self) -> list[ServerSession]:
-        """Those of the clients that are connected."""
+        """The sessions of the connected clients."""
         return list(self._sessions.values())
 
     def watch(self, connection: _native.Connection) -> int:
@@ -254,7 +254,7 @@ class Server:
     def _schedule(
         self, session: ServerSession, kind: int, word: int, tag: int, nbytes: int, value: Any
     ) -> Worker | None:
-        """Schedules a message: a worker if its call may run now. Raises what the client gets as error."""
+        """Schedules a message, and returns a worker if its call may run now. Raises the error that the client gets."""
         if kind == HELLO:
             session.name = str(value)
             return None
@@ -386,7 +386,7 @@ class _ExitError(Exception):
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop, closing: ReentrantEvent) -> None:
-    """Until the server closes: then what still runs in it is cancelled. Functions cannot end it for others."""
+    """Runs the event loop until the server closes, then cancels running functions. A function cannot end the loop."""
     asyncio.set_event_loop(loop)
     try:
         while not closing.is_set():
@@ -419,7 +419,7 @@ def _described(error: BaseException) -> tuple[str, str, str]:
 
 
 def _cut(text: str) -> str:
-    """The text, or its beginning and how long it is: an error must reach its caller, whatever it says."""
+    """The text, or its beginning and its length if it is too long. Every error must fit into a reply."""
     if len(text) <= _MOST_TEXT:
         return text
     return f"{text[:_MOST_TEXT]}... (cut here; the text has {len(text):,} characters)"

@@ -76,11 +76,14 @@ class ServerSession:
         return self.connection.authenticated
 
     def flow(self, tag: int) -> str:
-        """The arrow of a call in a trace, the same as the client's."""
+        """The trace arrow of a call. The client uses the same one."""
         return f"{self.name}>{self.node.name}:{tag}"
 
     def keep(self, kept: Any) -> int:
-        """Keeps an object for the client, whose `Remote` of that number calls it, until it drops it or is lost."""
+        """Keeps an object for the client until the client drops it or is lost.
+
+        The client's `Remote` calls it by its number.
+        """
         number = next(_numbers)
         self.objects[number] = kept
         return number
@@ -93,11 +96,11 @@ class ServerSession:
         self.tensors.discard(tag)
 
     def expired(self, now_s: float) -> list[int]:
-        """Tags of calls whose replies are pending beyond their deadline."""
+        """Tags of calls that have no reply at their deadline."""
         return [tag for tag, pending in list(self.pending.items()) if pending.until_s < now_s]
 
     def close(self) -> None:
-        """The connection has ended: cancels what is pending, and frees what the client kept here."""
+        """The connection has ended: cancels pending calls, and frees the objects kept for the client."""
         for pending in list(self.pending.values()):
             pending.cancel()
         self.pending.clear()

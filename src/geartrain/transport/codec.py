@@ -90,7 +90,7 @@ def native_codec() -> _native.Codec:
 
 
 def by_pickle_only(value: Any) -> str:
-    """Why a value is not sent without pickle, and what is sent in its place."""
+    """Why a value needs pickle, and which value can be sent instead."""
     what, instead = f"a {type(value)}", ""
     if isinstance(value, np.ndarray | np.generic):
         dtype = value.dtype

@@ -259,7 +259,10 @@ class Connection:
         return self.native.counts()
 
     def close(self) -> None:
-        """Closes this end. What was sent is still delivered; other threads' waits end with `ConnectionClosedError`."""
+        """Closes this end.
+
+        Messages sent before are still delivered. Waits of other threads end with `ConnectionClosedError`.
+        """
         self.native.close()
 
     def __enter__(self) -> Connection:
@@ -474,7 +477,7 @@ def connect(
 def native_listener(
     options: dict[str, Any], host: str | None, port: int, advertise: Iterable[str], shm: bool = True
 ) -> _native.Listener:
-    """The native listener of `listen`, with `options_of`. Raises `ArgumentError` for what is no host or port."""
+    """The native listener of `listen`, with `options_of`. Raises `ArgumentError` for an invalid host or port."""
     bound = "" if host is None else check_text("host", host, empty=True)
     return _native.Listener.make(
         options, bound, whole_number("port", port, 65535), check_texts("advertise", advertise), shm
@@ -512,7 +515,7 @@ def options_of(
 
 
 def _payload(header: bytes | Payload, buffers: Iterable[Any]) -> Payload:
-    """What `send` was given, as one payload."""
+    """The arguments of `send` as one payload."""
     if isinstance(buffers, (str, bytes, bytearray, memoryview)) or hasattr(buffers, "dtype"):
         raise ArgumentError(f"a message's buffers are a sequence of them, found one {type(buffers).__name__}")
     try:
@@ -539,8 +542,10 @@ def _handle(handle: bytes) -> bytes:
 
 
 def _plain(memory: Any) -> Any:
-    """The same memory, unless it holds Python's objects: their addresses mean nothing elsewhere, and a peer that writes
-    there would end this process."""
+    """The same memory. Raises for arrays of Python objects.
+
+    Addresses of Python objects mean nothing in another process, and a peer that writes there would end this process.
+    """
     if memory is None:
         raise ArgumentError("memory is anything C-contiguous with the buffer protocol, found None")
     dtype = getattr(memory, "dtype", None)

@@ -42,7 +42,7 @@ def installed() -> bool:
 
 
 def describe() -> str:
-    """What a link goes over, as far as the environment decides: UCX chooses itself, per peer and size."""
+    """The transports that a link may use, as far as the environment decides. UCX chooses for each peer and size."""
     chosen = [f"{name}={os.environ[name]}" for name in ("UCX_TLS", "UCX_NET_DEVICES") if name in os.environ]
     return "nixl over UCX" + (f" ({', '.join(chosen)})" if chosen else "")
 
@@ -120,7 +120,7 @@ def this_agent() -> Agent:
 
 
 def _bring_up() -> Agent | str:
-    """The agent, or why there is none. In a thread, because UCX is known to hang when it starts."""
+    """The agent, or the reason why there is none. Runs in a thread, because UCX is known to hang when it starts."""
     # Without this UCX leaves shared memory for TCP over loopback as soon as it is to notice dead peers, as it is here.
     if "UCX_MM_ERROR_HANDLING" not in os.environ and _ucx_is_loaded():
         _log.warning(
@@ -193,7 +193,7 @@ def nixl_errors(what: str) -> Iterator[None]:
 
 
 def _in_child() -> None:
-    """The child keeps its copy for ever: what destroys it would talk to threads that are not there."""
+    """The child keeps its copy for ever: destroying it would use threads that the child does not have."""
     global _lock
     _lock = threading.Lock()
     if isinstance(_made, Agent):

@@ -66,7 +66,9 @@ class Handshake:
 
 
 def attach(connection: Connection, *, timeout_s: float = 30.0) -> NixlLink:
-    """A link to the other side of a connection, which attaches too; nothing else may be sent on it meanwhile.
+    """A link to the other side of a connection, which must attach too.
+
+    Send nothing else on the connection until it returns.
 
     Raises:
         TransportError: NIXL does not work between the two; with the reason, also when it is the peer's.

@@ -57,7 +57,7 @@ class RegisteredRegion:
 
 
 def expose(memory: Any) -> RegisteredRegion:
-    """Registers a C-contiguous NumPy array or a contiguous tensor, on the CPU or a GPU; it is kept alive meanwhile.
+    """Registers a C-contiguous NumPy array or a contiguous tensor, on the CPU or a GPU. The region keeps it alive.
 
     Raises:
         TransportError: NIXL is not viable here; says why.

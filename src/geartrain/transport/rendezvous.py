@@ -57,7 +57,7 @@ class Directory:
     def claim(self, name: str, value: str, why_not_gone: Callable[[str], str | None]) -> None:
         """Publishes an address under a name that no living node has.
 
-        A store without `compare_set` decides between two that come at the same instant by itself: the later has it.
+        If the store has no `compare_set` and two nodes claim a name at the same instant, the later one gets it.
 
         Args:
             name, value: as of `put`.
@@ -299,7 +299,7 @@ def _store_errors() -> Iterator[None]:
 
 
 def _line(error: RuntimeError) -> str:
-    """What torch's error says, without the stack that follows."""
+    """The message of torch's error, without the stack that follows."""
     return str(error).partition("\n")[0]
 
 

@@ -82,7 +82,7 @@ class Schema:
         return json.dumps([list(entry) for entry in self.entries], separators=(",", ":")).encode()
 
     def check(self, other: Schema) -> None:
-        """Raises `ArgumentError` with what differs from the first version."""
+        """Raises `ArgumentError`, which names the difference from the first version."""
         if self.entries == other.entries:
             return
         mine = {e.path: e for e in self.entries}
@@ -113,7 +113,7 @@ class Schema:
 
 
 def leaves_of(weights: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Tensors and arrays by path. Raises `ArgumentError` for what is neither, naming it."""
+    """Tensors and arrays by path. Raises `ArgumentError`, which names any other value."""
     leaves: dict[tuple[str, ...], Any] = {}
 
     def walk(mapping: Mapping[str, Any], path: tuple[str, ...]) -> None:

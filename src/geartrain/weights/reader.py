@@ -138,9 +138,9 @@ class Reader:
             raise
 
     def latest(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Snapshot:
-        """Snapshot of the newest version. It waits while there is none, or none of at least `at_least`.
+        """Snapshot of the newest version. Waits until there is a version, and until it is at least `at_least`.
 
-        While the version stays the same and its snapshot is alive, the same snapshot is returned.
+        While the version stays the same and its snapshot is alive, `latest` returns the same snapshot.
 
         Args:
             at_least: lowest version to return; any by default.

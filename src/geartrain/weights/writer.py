@@ -93,9 +93,9 @@ class Writer:
                     self._detach()
 
     def lay_out(self, schema: Schema) -> None:
-        """Prepares for versions of this schema: in the present file if it is the same, else in one that replaces it.
+        """Prepares for versions of this schema: in the present file if its schema is the same, else in a new file.
 
-        Within `turn`.
+        Call it within `turn`.
         """
         text = schema.to_json()
         layout = self._segment.layout()
@@ -192,7 +192,7 @@ class Writer:
             raise StoreClosedError(f"the publisher of {self.name!r} was closed")
 
     def end_waits(self) -> None:
-        """A thread that waits for a buffer gets `StoreClosedError`, and so does whoever would wait for one later."""
+        """Ends the wait of a thread for a buffer with `StoreClosedError`, and all later waits too."""
         self._ending = True
         for segment in (self._segment, self._old):
             if segment is not None:

@@ -166,13 +166,13 @@ class DeviceGroups:
     # --- lifecycle ----------------------------------------------------------------------------------------------------
 
     def close(self) -> bool:
-        """Makes no further Group; `disconnect` ends those there are. False when it was closed before."""
+        """Makes no further Group. `disconnect` ends the existing ones. False if it was closed before."""
         with self._lock:
             first, self._closed = not self._closed, True
         return first
 
     def disconnect(self, reason: str | None, drain: Callable[[], object]) -> None:
-        """Ends all connections: on every rank with a reason, or once the others have what they need of this one.
+        """Ends all connections: with a reason on every rank, or after the other ranks have the data that they need.
 
         `drain` is called when nothing is staged any more, before the Groups are closed.
         """

@@ -273,7 +273,7 @@ def rows_of(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 
 def splits_of(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> list[torch.Tensor]:
-    """One tensor as parts by rank of so many rows of its first dimension each; equal ones where none are given.
+    """One tensor as parts by rank, each with a number of rows of the first dimension. Without numbers, parts are equal.
 
     Raises:
         ValueError: they do not add up.

@@ -298,11 +298,11 @@ class ProcessGroup(dist.ProcessGroup):
     # -- lifecycle
 
     def counters(self) -> dict[str, Any]:
-        """Counters.
+        """Counters of this process group.
 
-        `operations`: all-reduces by geartrain. `inner_operations`: those forwarded to Gloo or NCCL. `ours`, `inner`:
-        the same of every collective, send and receive, by the name of torch's method. `bytes`: of the tensors that
-        geartrain was given. `groups`: per device, the counters of `geartrain.collectives.Group`.
+        `operations`: all-reduces by geartrain. `inner_operations`: all-reduces forwarded to Gloo or NCCL. `ours`,
+        `inner`: the same for every collective, send and receive, by the name of torch's method. `bytes`: size of the
+        tensors that geartrain was given. `groups`: per device, the counters of `geartrain.collectives.Group`.
         """
         counts = {key: self._counts[key] for key in ("operations", "bytes", "inner_operations")}
         by_name = {"ours": dict(self._ours), "inner": dict(self._inner)}
@@ -328,8 +328,8 @@ class ProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Closes all connections; called by `destroy_process_group`.
 
-        What other ranks still need is sent first, and operations whose futures were requested have some seconds to end;
-        other operations in progress fail.
+        It first sends the data that other ranks still need. Operations whose futures were requested have some seconds
+        to end. Other operations in progress fail.
         """
         if os.getpid() != self._pid:  # a fork of the process that owns the connections
             return

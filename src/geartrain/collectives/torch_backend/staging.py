@@ -204,7 +204,7 @@ class Staging:
         self._drain()
 
     def _next(self) -> StagedTensor | None:
-        """The next job; while there is none, chunks in transfer are moved on."""
+        """The next job. While there is none, it advances the chunks in transfer."""
         while self._copying or self._reducing:
             with contextlib.suppress(queue.Empty):
                 return self._jobs.get_nowait()

@@ -48,7 +48,7 @@ def uncompiled(function: Function) -> Function:
 def backend_error(error: Exception) -> dist.DistBackendError:
     """torch's error, a `RuntimeError`, with the text of one of geartrain's.
 
-    It has no kinds but what the text says: programs look for "timed out", as in Gloo's and NCCL's.
+    Programs recognise its kind by the text only: they look for "timed out", as in the errors of Gloo and NCCL.
     """
     late = "Timed out waiting: " if isinstance(error, TimeoutError) else ""
     return dist.DistBackendError(f"geartrain: {late}{error}")
@@ -113,7 +113,10 @@ class TorchWork(dist.Work):
         return True
 
     def wait_on_host(self, timeout_s: float | None = None) -> None:
-        """Returns when the result is in the tensors. Raises `DistBackendError`, always the same, if there is none."""
+        """Returns when the result is in the tensors.
+
+        If the operation failed, raises `DistBackendError`, the same every time.
+        """
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         with held(self._waiting, -1 if timeout_s is None else timeout_s) as mine:
             if not mine:

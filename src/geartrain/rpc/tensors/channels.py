@@ -99,7 +99,7 @@ class TensorChannels:
         return b""
 
     def take(self, number: int, token: bytes, specs: list[LeafSpec]) -> list[Any]:
-        """The leaves that were written into a buffer, whose lease ends."""
+        """The leaves that the peer wrote into a buffer. Ends the lease."""
         with self._lock:
             if number not in self._leases:
                 raise MessageError(f"no buffer is leased under number {number}")
@@ -135,7 +135,7 @@ class TensorChannels:
             buffer.abandon()
 
     def close(self) -> None:
-        """The connection ends: revokes all leases, and closes what was opened of the peer's."""
+        """The connection ends: revokes all leases, and closes the peer's memory that was opened here."""
         with self._lock:
             self._closed, leases, self._leases = True, self._leases, {}
         for channel, _, buffer in leases.values():
@@ -174,7 +174,7 @@ class _GpuBuffer:
         self.descriptor = self._region.descriptor
 
     def tensors(self, specs: list[LeafSpec]) -> list[Any]:
-        """What was written."""
+        """The tensors that were written."""
         driver, taken = self._driver, []
         for code, shape, offset, _ in specs:
             tensor = driver.empty(self._device, code, shape)

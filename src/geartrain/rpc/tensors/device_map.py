@@ -35,7 +35,7 @@ class DeviceMap:
     given: Mapping[int, int] | None = None
 
     def there(self, here: int, their_count: int) -> int:
-        """Where a tensor on GPU `here` goes on the peer, which has so many. Raises `DeviceError`.
+        """The peer's device for a tensor on GPU `here`. The peer has `their_count` GPUs. Raises `DeviceError`.
 
         Example:
             >>> DeviceMap("learner", {0: 1}).there(0, 2), DeviceMap("learner").there(3, 2)
@@ -69,7 +69,7 @@ class DeviceMap:
 
 
 def automatic(index: int, count: int) -> int:
-    """The same index where there are so many, else one of them in turn, else the CPU.
+    """The same index if the peer has that GPU, else one of its GPUs in turn, else the CPU.
 
     Example:
         >>> [automatic(i, 2) for i in range(4)], automatic(3, 0)
@@ -121,7 +121,7 @@ def parse(text: str) -> Maps:
 
 
 def of_peer(maps: Maps, names: tuple[str, ...]) -> DeviceMap:
-    """The map to a peer that goes by any of these names, the first of which is its own."""
+    """The map to a peer that goes by any of these names. The first name is its own."""
     for name in names:
         if name in maps:
             return DeviceMap(names[0], maps[name])

@@ -13,9 +13,9 @@ KeyPath = tuple[int, ...]
 
 
 def take_out(value: Any, wanted: Callable[[Any], bool]) -> tuple[Any, list[tuple[KeyPath, Any]]]:
-    """The value with None for the leaves that are wanted, and these by key path; the value itself is not changed.
+    """Takes the wanted leaves out of a value. Returns a copy with None in their places, and the leaves by key path.
 
-    Looks into tuples, lists and the values of dicts, as the codec does; what it does not look into stays.
+    It looks into tuples, lists and the values of dicts, as the codec does. Other values stay as they are.
 
     Example:
         >>> take_out({"a": [1, "x"], "b": "y"}, lambda leaf: isinstance(leaf, str))

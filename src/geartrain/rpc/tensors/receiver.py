@@ -46,9 +46,9 @@ class TensorReceiver:
         return put_back(tree, found)
 
     def out_of_band(self, value: Any, encodable: bool, tag: int, _: float) -> tuple[int, Any] | None:
-        """The bit of a result's kind, and what is sent in its place; leaves that are not in it are held for the call.
+        """The bit of a result's kind, and the value to send instead. Leaves that are not in it are held for the call.
 
-        None where all of the result goes in the message.
+        None if the whole result goes in the message.
         """
         taken = self.devices.take_out(value, encodable, self.forced == "nixl")
         return None if taken is None else (OUT_OF_BAND, self._hold(*taken, tag))
@@ -135,7 +135,7 @@ class TensorReceiver:
 
     @property
     def held(self) -> int:
-        """Results of which something is held."""
+        """Results whose tensors are held."""
         return len(self._held)
 
     def close(self) -> None:
