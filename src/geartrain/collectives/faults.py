@@ -31,11 +31,12 @@ _CLASSES: dict[int, type[GeartrainError]] = {
     CLOSED: CollectiveClosedError,
 }
 
-#: Kind, text, and the members it is about: ranks, then reducers.
+#: Kind, text, and the members concerned: ranks, then reducers.
 Fault = tuple[int, str, list[int]]
 
 _MARK = "fault of a part: "
-#: Of what is told to other ranks in one frame, of 2048 letters (native/collectives/protocol.cc): in bytes of JSON.
+#: Limits, in bytes of JSON, of a fault that is sent to other ranks in one frame of 2048 letters
+#: (native/collectives/protocol.cc).
 _MOST_TEXT, _MOST_MEMBERS = 1400, 64
 
 

@@ -42,7 +42,7 @@ from geartrain.errors import ArgumentError, CollectiveClosedError, GeartrainErro
 
 _log = logging.getLogger(__name__)
 
-#: Dtypes that are sent as another one between hosts.
+#: (array dtype, wire dtype): pairs that are supported between hosts.
 _WIRES = {("float32", "bfloat16"), ("float32", "float16")}
 
 

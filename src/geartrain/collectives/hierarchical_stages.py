@@ -33,7 +33,7 @@ from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ConnectionClosedError, GeartrainError
 
 PIECE_BYTES = 4 << 20
-#: How much later than the stage before an operation's deadline is: who hangs is named where it is waited for first.
+#: Each stage's deadline is this much later than the previous one's, so that the first stage to wait names the rank.
 STAGE_S = 1.0
 _END_S = 2.0  # of `close`, for parts that end by the same deadline
 _MOMENT_S = 0.3  # of `close`, for all operations in progress together
@@ -69,10 +69,10 @@ class StagedOperation:
         self.stages = stages
         self.until_s = time.monotonic() + work.timeout_s
         self.dtype, self.wire, self.op, self.keep = work.dtype, work.wire_dtype, work.op, work.array
-        #: Whether an average is of 16-bit floats somewhere, whose sum may be beyond them where the average is not.
+        #: Whether some stage averages 16-bit floats: their sum may overflow although the average does not.
         self.divides_first = work.op == "avg" and (ITEM_SIZES[work.dtype] == 2 or work.wire_dtype != work.dtype)
         self.elements = work.count
-        #: What each part compares among its ranks beside the stage itself.
+        #: Values that each part compares among its ranks, in addition to the stage itself.
         self.whole = (work.count, OPS[work.op], DTYPE_CODES[work.wire_dtype], stages.world_size)
         self.left = pieces  # whose last stage is not issued
         self.works: list[tuple[GroupPart, Any]] = []

@@ -42,7 +42,7 @@ from geartrain.errors import (
 _HEADER_BYTES = 4096
 _FORMAT = "geartrain-board-1"
 _PREFIX = "geartrain-board-"
-#: Columns whose sum over processes means something, where they exist.
+#: Columns with a meaningful sum over processes, if they exist.
 COUNTED = ("steps", "episodes", "rows", "samples", "restarts")
 #: A file without its final name yet; `remove_stale` must not take it for one that was left behind.
 _UNNAMED = "geartrain-unborn-board-"
@@ -91,7 +91,7 @@ class SharedCounters:
         width = -(-len(self.columns) // 8) * 8
         values = np.frombuffer(memory, np.float64, slots * width, _HEADER_BYTES).reshape(slots, width)
         self._values = values[:, : len(self.columns)]
-        # The creator's only. At the interpreter's end too, and once, whoever closes first.
+        # Removes the file once: by `close`, or at the interpreter's exit. Only the creator does.
         self._remove = None if lock is None else weakref.finalize(self, _remove, path, lock, os.getpid())
 
     @classmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 
-#: Held while a global generator draws, which takes microseconds; a signal's handler may draw, and fork, in between.
+#: Held while a global generator draws, for microseconds. Reentrant, because a signal handler may draw or fork then.
 drawing = threading.RLock()
 
 os.register_at_fork(before=drawing.acquire, after_in_parent=drawing.release, after_in_child=drawing.release)

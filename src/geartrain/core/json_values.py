@@ -16,7 +16,7 @@ from typing import Any
 
 from geartrain.core.arguments import shown
 
-#: Lists and objects within each other; no file of geartrain's has more than ten.
+#: Deepest nesting of lists and objects. geartrain's own files have at most ten levels.
 DEEPEST = 64
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import codecs
 from typing import Any
 
-#: What tables and bars are drawn with, as ASCII of the same width.
+#: Characters of tables and bars, and ASCII characters of the same width.
 _DRAWN = str.maketrans({"█": "#", "▀": "#", "▲": "^", "▼": "v", "…": "."})
 
 
 def printable(text: str, lines: bool = False) -> str:
     r"""The text with escapes such as `\n`, `\x1b` and `\u202e` for whatever a terminal would obey.
 
-    Those are control characters, line ends and separators, characters that change the direction of writing or have no
-    width, and what is no text at all (halves of surrogate pairs). Letters of all languages stay.
+    It escapes control characters, line ends and separators. It also escapes characters without width, characters that
+    change the direction of writing, and halves of surrogate pairs. Letters of all languages stay.
 
     Args:
         text: from elsewhere, of any content.

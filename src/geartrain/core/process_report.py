@@ -42,19 +42,19 @@ _PREFIX, _SUFFIX = "geartrain-report-", ".json"
 #: The suffix of a report that is being written.
 _UNFINISHED = ".new"
 _PERIOD_S = 1.0
-#: A process that ends sooner leaves no trace.
+#: Delay before the first report. A process that ends sooner writes none.
 _FIRST_S = 0.5
 _MOST_BYTES = 1 << 20
-#: Of one process; the oldest are reported.
+#: Most objects of one process. The oldest are reported.
 _MOST_OBJECTS = 256
-#: Of an array among figures; of a longer one its length is told.
+#: Most elements of an array among figures. For a longer array, its length is reported.
 _MOST_ELEMENTS = 64
-#: Of figures in figures: what copies or shows a report recurses too.
+#: Deepest nesting of figures, because code that copies or shows a report recurses too.
 _MOST_LEVELS = 32
-#: What a file raises whose content is no report.
+#: Errors that reading a file raises if its content is not a report.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
-#: Numbers that each kind of object reports, and each peer of a node: what readers rely on.
+#: Numbers that each kind of object, and each peer of a node, must report: readers rely on them.
 _NUMBERS_OF = {
     "replay": ("batch_size", "waiting_s", "batches", "rows", "bytes", "redrawn", "wait_s", "make_s"),
     "group": (
@@ -65,7 +65,7 @@ _NUMBERS_OF = {
 }
 _NUMBERS_OF_PEER = ("open", "messages_sent", "messages_received", "bytes_sent", "bytes_received")
 
-#: What objects are reported.
+#: Kinds of objects that are reported.
 Kind = Literal["replay", "node", "group", "reducer", "reader", "job", "pool"]
 Read = Callable[[Any], Mapping[str, Any]]
 

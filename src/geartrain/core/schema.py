@@ -24,7 +24,7 @@ MAX_FIELDS = 64
 MAX_DIMS = 8
 MAX_AXIS = 2**31 - 1
 MAX_NAME_BYTES = 63
-#: Bytes that blocks, columns and buffers are aligned to: a cache line, and what a vector load takes.
+#: Alignment of blocks, columns and buffers in bytes: a cache line, and a vector load.
 ALIGNMENT = 64
 
 

@@ -15,20 +15,20 @@ from typing import Any
 
 from geartrain.errors import GeartrainError
 
-#: The longest single wait of the main thread, in seconds. The kernel may hand a signal to any thread of the process, as
-#: it does when SIGCONT comes with it, and Python runs the signal's handler on the main thread once that is awake.
+#: The longest single wait of the main thread, in seconds. The kernel may deliver a signal to any thread of the process,
+#: for example if SIGCONT arrives with it. Python runs the handler on the main thread, once the main thread is awake.
 SIGNAL_S = 1.0
-# How often a join looks whether the thread has done its work.
+# Period in which a join checks whether the thread's work is done.
 _SLICE_S = 0.5
-# Of a thread that has done its work: for its last instructions.
+# Time for the last instructions of a thread whose work is done.
 _END_S = 0.25
 
 
 class DaemonThread(threading.Thread):
     """A daemon thread whose `join` returns when its work is done.
 
-    Before version 3.13, CPython holds the thread's lock for an instant at the end of `join`. If a signal handler runs
-    in this instant and also joins the thread, it waits for the code that it interrupted, until its timeout or for ever.
+    Before version 3.13, CPython holds the thread's lock for an instant at the end of `join`. A signal handler that
+    runs in this instant and joins the thread waits for the code that it interrupted, until its timeout or for ever.
     The thread therefore sets a flag when its work is done, and `join` waits in slices and reads the flag.
 
     Args:

@@ -18,7 +18,7 @@ import threading
 
 import numpy as np
 
-#: Held during first uses, less than a millisecond; a signal's handler may fork in between.
+#: Held during first uses, for less than a millisecond. Reentrant, because a signal handler may fork then.
 _looking = threading.RLock()
 _found = False
 

@@ -6,9 +6,9 @@ Restart. The pool's supervisor notices a death at once. It has the store free th
 restarts the actor with another seed. Rows that were selectable while they grew keep the steps they have. The first
 death is logged as a warning.
 
-Giving up. The pool gives up after too many deaths, or if one actor dies three times before it has inserted anything,
-because its code must then be broken. The pool stops all actors, and waits for rows end with an error that names the
-cause. `check` and the end of the pool raise `ActorDiedError` with the traceback.
+Giving up. The pool gives up after too many deaths. It also gives up if one actor dies three times before it has
+inserted anything, because its code must then be broken. It stops all actors, and waits for rows end with an error that
+names the cause. `check` and the end of the pool raise `ActorDiedError` with the traceback.
 
 If the process that made the pool dies, for whatever reason, the kernel kills the actors.
 """
@@ -41,9 +41,9 @@ from geartrain.launch.supervisor import KILL_S, Supervisor
 from geartrain.store.recorder import check_steps
 from geartrain.store.store import Store
 
-#: As many processes as may have a store open.
+#: Limit of processes that may have a store open.
 MOST_ACTORS = 255
-#: An actor that steps ends in milliseconds; this is for what hangs.
+#: Time for an actor to end. One that steps ends in milliseconds; this limit is for one that hangs.
 STOP_S = 6.0
 #: Deaths of one actor without an insert in between, after which the pool gives up.
 BARREN_DEATHS = 3

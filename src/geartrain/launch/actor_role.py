@@ -16,7 +16,7 @@ from geartrain.launch.job import find
 from geartrain.launch.metrics import Reporter
 from geartrain.store.store import Store
 
-#: Between the seeds of neighbouring actors, which leaves room for the environments of each; and between restarts.
+#: Distance between the seeds of neighbouring actors, with room for the environments of each; and between restarts.
 _ACTOR_SEEDS, _RESTART_SEEDS = 1000, 1_000_003
 
 

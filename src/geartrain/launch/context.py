@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 SPEC = "GEARTRAIN_PROCESS"
 #: Name of the coordinator's node on host 0, which keeps the addresses of the job's nodes.
 LAUNCHER = "geartrain.launch"
-#: In the job's name service: address of a reducer, by its process's name.
+#: Prefix of keys in the job's name service: the address of a reducer, by its process's name.
 REDUCER_KEY = "geartrain/reducer/"
-#: How long a process waits for the store of another host: that of the hosts to join, and of a learner to start.
+#: Longest wait for another host's store: the hosts have to join, and a learner has to start.
 REMOTE_STORE_S = 360.0
 #: Pause between attempts to open a store that does not exist yet.
 _RETRY_EVERY_S = 0.05

@@ -27,10 +27,10 @@ from geartrain.launch.context import LAUNCHER, REDUCER_KEY
 from geartrain.launch.host_snapshot import take_snapshot
 from geartrain.launch.hosts import HostPosition
 
-#: How long the launchers of the other hosts have to join.
+#: Longest time for the launchers of the other hosts to join.
 JOIN_S = 300.0
 _REPLY_S = 30.0
-#: Function of every launcher: what its host has, for `geartrain top --all-hosts`.
+#: Function of every launcher: a snapshot of its host, for `geartrain top --all-hosts`.
 SNAPSHOT = "geartrain.launch.snapshot"
 _SNAPSHOT_S = 5.0
 

@@ -20,11 +20,11 @@ from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyErr
 from geartrain.launch.amounts import check_amount, check_shared_memory
 from geartrain.launch.role_hosts import HostTerms, check_classes, check_terms, class_names, resolve_hosts
 
-#: What a process runs: "module:function", "file.py:function", the function itself, or a command as a list of words.
+#: Target of a process: "module:function", "file.py:function", the function itself, or a command as a list of words.
 Target = str | Callable[..., Any] | Sequence[str]
 Kind = Literal["learner", "agent", "actor", "reducer", "other"]
 Keep = Literal["never", "on_failure", "always"]
-#: What the processes of `actors` and of `reducers` run.
+#: Targets of the processes of `actors` and `reducers`.
 ACT, REDUCE = "geartrain.launch.actor_role:act", "geartrain.launch.reducer_role:reduce"
 #: Kinds whose processes serve others: they must not end by themselves, and are stopped last.
 SERVERS = ("agent", "reducer")

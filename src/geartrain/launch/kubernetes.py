@@ -30,11 +30,11 @@ from geartrain.launch.hosts import POD_FIRST_HOST, POD_HOSTS, POD_MASTER, PORT
 from geartrain.launch.job import Job
 from geartrain.launch.resources import HostResources, host_resources
 
-#: Of the JobSets that are written.
+#: API version of the JobSets.
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
-#: Between SIGTERM and SIGKILL, beside the job's own `stop_s`: the launcher closes the store and writes its summary.
+#: Added to the job's `stop_s` between SIGTERM and SIGKILL: the launcher closes the store and writes its summary.
 GRACE_S = 15
-#: What Kubernetes adds to a Job's name for a pod's.
+#: Length that Kubernetes adds to a Job's name to name a pod.
 _SUFFIX = 6
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

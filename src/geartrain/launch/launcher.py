@@ -41,13 +41,13 @@ from geartrain.launch.supervisor import Supervisor
 
 #: Period of the checks of heartbeats and time limits.
 TICK_S = 0.5
-#: A process's error that may be the effect of another host's is not the job's until this much later.
+#: Delay before a process's error ends the job, in case it is only the effect of an error on another host.
 CAUSE_S = 1.0
-#: Period until the job's store exists.
+#: Period of the loop until the job's store exists.
 _STORE_TICK_S = 0.05
-#: Schedulers signal every host, and some of them twice: what comes so soon after an interrupt is no second one.
+#: A signal within this time counts as the same interrupt, because some schedulers signal every host twice.
 SAME_SIGNAL_S = 0.5
-#: In the job's name service: address and port of the ranks' rendezvous, where host 0 has no ranks.
+#: Key in the job's name service for the address and port of the ranks' rendezvous, if host 0 has no ranks.
 _MASTER_KEY = "geartrain/launch/master"
 
 
@@ -82,7 +82,7 @@ class Launcher:
         learner = next((each for each in self._placed if each.role.kind == "learner"), None)
         #: Hosts of the job's stores: the learners', or wherever a process makes one.
         self._store_hosts = range(position.hosts) if learner is None else learner.hosts
-        #: Where ranks 0, ... are; the first of them has their rendezvous, unless torchrun has it.
+        #: Hosts with ranks, in order. The first has the ranks' rendezvous, unless torchrun has it.
         self._rank_hosts = () if learner is None else learner.hosts
         self._reducers = [
             f"{each.role.name}-{number}"

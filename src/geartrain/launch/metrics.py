@@ -11,12 +11,12 @@ from pathlib import Path
 from geartrain.core.counters import CounterSlot, SharedCounters
 from geartrain.errors import ArgumentError
 
-#: Totals, which go on counting when a process is started again.
+#: Totals, which continue when a process is restarted.
 COUNTS = ("steps", "samples", "rows", "episodes", "wait_s", "policy_s", "environment_s", "store_s")
 #: Columns of metrics that a process names itself: losses, returns.
 METRICS = tuple(f"own{i}" for i in range(16))
 COLUMNS = (*COUNTS, "version", "pid", "beat_s", "stop", "own", *METRICS)
-#: Rates are those of the last so many seconds.
+#: Rates are averages over the last seconds of this window.
 WINDOW_S = 5.0
 
 

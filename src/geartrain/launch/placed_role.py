@@ -18,7 +18,7 @@ from geartrain.errors import ArgumentError
 from geartrain.launch.context import STORES
 from geartrain.launch.job import Job, Role
 
-#: What the processes of the role "store" run, and how often those of a host may die.
+#: Target of the processes of the role "store", and how often the processes of a host may die.
 SERVE_STORE, STORE_RESTARTS = "geartrain.launch.store_role:serve", 10
 #: Its heartbeat timeout; it reports ten times a second.
 _SILENT_S = 60.0

@@ -43,11 +43,11 @@ from geartrain.launch.job import Job
 from geartrain.launch.resources import HostResources, host_resources
 from geartrain.launch.summary import Summary
 
-#: How long Ray has to find the nodes, and to start launchers on them.
+#: Longest time for Ray to find the nodes, and to start launchers on them.
 PLACE_S = 300.0
-#: For launchers to end after a failure or an interrupt, beside the job's `stop_s`: losses are noticed within 11 s.
+#: Time for launchers to end after a failure or interrupt, added to the job's `stop_s`. Losses are noticed within 11 s.
 END_S = 45.0
-#: For a cluster's port to answer, before Ray is asked to join it.
+#: Time for a cluster's port to answer, before Ray joins the cluster.
 ANSWER_S = 5.0
 _POLL_S = 0.2
 
@@ -300,7 +300,7 @@ def _wait_for_hosts(
     return [found[number] for number in range(len(runs))]
 
 
-#: In place of the name of an error's class: Ray has lost the launcher, or given it up.
+#: Stands for the name of an error's class if Ray has lost or abandoned the launcher.
 _LOST = "lost"
 
 

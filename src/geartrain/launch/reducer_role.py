@@ -8,7 +8,7 @@ import time
 from geartrain.collectives.reducer import Reducer
 from geartrain.launch.context import REDUCER_KEY, Context
 
-#: Between heartbeats.
+#: Period of heartbeats.
 _BEAT_S = 0.1
 
 

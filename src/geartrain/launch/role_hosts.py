@@ -19,7 +19,7 @@ from typing import Any
 from geartrain.core.arguments import shown
 from geartrain.errors import ArgumentError
 
-#: What a role or a class may be given: terms, or a list of host numbers.
+#: Hosts of a role or a class: terms, or a list of host numbers.
 HostTerms = str | Sequence[int]
 
 _RANGE = re.compile(r"(\d{1,6})(?:(-)(\d{1,6})?)?")

@@ -25,9 +25,9 @@ from geartrain.launch.coordinator import JOIN_S
 from geartrain.launch.job import Job
 from geartrain.launch.resources import host_resources
 
-#: Added to a job's own time limit, for Slurm's: launchers join, and processes are stopped.
+#: Added to the job's time limit to get Slurm's: time for launchers to join, and for processes to stop.
 MARGIN_S = JOIN_S + 60.0
-#: Options of sbatch that the number of hosts and the launchers decide.
+#: Options of sbatch that follow from the number of hosts and launchers.
 _OURS = ("nodes", "ntasks", "ntasks-per-node")
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 

@@ -10,7 +10,7 @@ from geartrain.errors import WaitTimeoutError
 from geartrain.launch.context import Context
 from geartrain.store.store import Store
 
-#: Between heartbeats.
+#: Period of heartbeats.
 _BEAT_S = 0.1
 
 

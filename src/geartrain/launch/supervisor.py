@@ -22,7 +22,7 @@ from geartrain.core.threads import SIGNAL_S
 from geartrain.launch.process import ChildProcess
 
 P = TypeVar("P", bound=ChildProcess)
-#: How long a killed process has to end: one that does not hangs in the kernel.
+#: Time for a killed process to end. One that does not end hangs in the kernel.
 KILL_S = 10.0
 
 

@@ -18,7 +18,7 @@ from geartrain.rpc.running import about_to_wait
 
 #: A reply: its kind, value and tag, and in a trace the `time.perf_counter()` before it was decoded, else 0.
 Reply = tuple[int, Any, int, float]
-#: In place of a reply's kind: its value is what encoding the call, or decoding the reply, has raised.
+#: Stands for a reply's kind if encoding the call or decoding the reply raised an error, which is the value.
 CODEC_ERROR = -1
 
 

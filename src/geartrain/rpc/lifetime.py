@@ -13,7 +13,7 @@ from geartrain.errors import ConnectionClosedError, WaitTimeoutError
 
 T = TypeVar("T")
 
-#: Work that waits until a deadline ends so long after it at most, and knows better than its caller what was missing.
+#: Work may end this long after its deadline, because its own error says best what was missing.
 _LATE_S = 5.0
 
 
@@ -50,9 +50,9 @@ class Lifetime:
     def wait_for(self, work: Callable[[], T], until_s: float, what: str) -> T:
         """What `work` returns or raises; `ConnectionClosedError` once the node is closed.
 
-        A store that is waited for, and a peer that is dialled, know nothing of `close`: a thread of its own waits. It
-        does not begin where this is a signal's handler that has come while its thread was starting another one, for
-        `threading` has a lock then.
+        `work` runs on a thread of its own, because a wait for a store or a dialled peer does not notice `close`. The
+        thread cannot start in a signal handler that has interrupted the start of another thread, because `threading`
+        holds a lock then.
 
         Args:
             work: ends by itself at `until_s`, in `time.monotonic()`; raises `WaitTimeoutError` when it does not.

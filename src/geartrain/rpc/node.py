@@ -56,7 +56,7 @@ from geartrain.transport.connection import TRANSPORTS, Listener, MessageLimits, 
 from geartrain.transport.rendezvous import Directory
 from geartrain.transport.tls import TLS
 
-#: Longest wait for a sign of the node that has a name already.
+#: Longest wait for an answer of the node that already has a name.
 _PROBE_S = 5.0
 
 

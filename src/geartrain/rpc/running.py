@@ -20,7 +20,7 @@ class _Current(threading.local):
     worker: RunsCalls | None = None
 
 
-#: `current.worker`: what executes a call in this thread, or None; set by the scheduler.
+#: `current.worker`: the worker that executes a call in this thread, or None. The scheduler sets it.
 current = _Current()
 
 

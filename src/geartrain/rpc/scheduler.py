@@ -3,8 +3,8 @@
 It follows four rules, under one lock:
 
 1. Order. A session's calls run one after the other, in the order in which they arrived. One worker holds the session's
-   turn, and further calls wait in `session.queue`. The worker passes the turn to the next call when its function
-   returns, is about to wait for a call of its own (`about_to_wait`), or is cancelled. Functions registered `concurrent`
+   turn, and further calls wait in `session.queue`. The turn passes to the next call when the worker's function
+   returns, is cancelled, or is about to wait for a call of its own (`about_to_wait`). Functions registered `concurrent`
    take no turn.
 2. Threads. At most `max_threads` workers run functions. Further calls wait in the backlog. A worker stops counting when
    its function waits for a call of its own, or when its call was cancelled. Another worker then takes its place. At
@@ -31,7 +31,7 @@ from geartrain.rpc.running import current
 from geartrain.rpc.session import Call, ServerSession, Worker
 from geartrain.rpc.threads import ThreadGroup
 
-#: Workers that do not count: their functions wait for calls of their own, or were cancelled and do not return.
+#: Most workers that do not count, because their function waits for a call of its own or was cancelled.
 _MAX_ASIDE = 1024
 
 

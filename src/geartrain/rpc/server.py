@@ -32,9 +32,9 @@ from geartrain.transport.connection import Listener
 
 T = TypeVar("T")
 
-#: Characters of an error's text, and of its traceback, that are sent.
+#: Most characters of an error's text, and of its traceback, that are sent.
 _MOST_TEXT = 64 << 10
-#: How often calls are looked for whose deadline has passed.
+#: Period of the check for calls whose deadline has passed.
 _EXPIRE_EVERY_S = 0.25
 
 

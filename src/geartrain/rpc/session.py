@@ -12,7 +12,7 @@ import geartrain._native as _native
 from geartrain.rpc.batching import PendingReply
 from geartrain.rpc.tensors.receiver import TensorReceiver
 
-#: Of objects that are kept for clients: a handle from a lost connection, or of an earlier process, names nothing.
+#: Numbers of kept objects start at random, so a handle of a lost connection or earlier process names no object.
 _numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
 
 

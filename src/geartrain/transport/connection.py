@@ -48,7 +48,7 @@ Payload = _native.Payload
 
 #: All transports, fastest first.
 TRANSPORTS = ("inproc", "shm", "tcp")
-#: TCP connections beside the first one.
+#: TCP connections in addition to the first one.
 MOST_LANES = 16
 
 

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 INSTALL = "pip install 'geartrain[nixl]', or nixl-cu12 with CUDA 12"
 #: NIXL's wheels bring UCX, built for one version of CUDA each; the package `nixl` would bring both, and torch.
 WHEELS = ("nixl_cu13", "nixl_cu12")
-#: UCX, brought up for the first time, loads some 50 libraries.
+#: Longest start of UCX, which loads some 50 libraries at first.
 BRING_UP_S = 90.0
 
 

@@ -30,7 +30,7 @@ class RegisteredRegion:
         with nixl_errors("registering memory"):
             self._registered = agent.native.register_memory([(*self.span, "")], self.kind)
             about = agent.native.get_partial_agent_metadata(self._registered, False, [])
-        #: For peers: bytes to send them.
+        #: Bytes to send to peers, with which they access the region.
         self.descriptor: bytes = _DESCRIPTOR.pack(self.address, self.nbytes, self.device, _VERSION) + about
 
     @property

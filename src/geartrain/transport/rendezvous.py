@@ -28,9 +28,9 @@ from geartrain.errors import (
 
 #: Longest single wait for a name: the store's own threads print a line about each that times out.
 _SLICE_S = 10.0
-#: How often a rendezvous is tried that nobody serves yet.
+#: Period of attempts to reach a rendezvous that no process serves yet.
 _TRY_EVERY_S = 0.1
-#: Longest pause between two looks of the main thread for a name: handlers of signals (Ctrl-C) run in between.
+#: Longest pause between two checks of the main thread for a name. Signal handlers (Ctrl-C) run in between.
 _LOOK_S = 0.25
 _FORMS = "tcp://host:port, env:// (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE) or file:///path"
 
@@ -247,7 +247,7 @@ def _reached_store(host: str, port: int, timeout_s: float) -> Any:
         else:
             made.put(store)
 
-    # In a thread, as its handshake has no deadline: it is left to whoever listens there and is no store.
+    # In a thread, because the handshake has no deadline. If the listener is not a store, the thread is abandoned.
     DaemonThread(make, "geartrain-rendezvous").start()
     try:
         found = made.get(timeout=max(until_s - time.monotonic(), _TRY_EVERY_S))

@@ -24,7 +24,7 @@ from geartrain.weights.layout import Schema
 from geartrain.weights.segment import WeightsSegment
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-#: Period of a waiting publisher's check for buffers of killed readers, which wake nobody.
+#: Period of a waiting publisher's check for buffers of killed readers, which do not wake it.
 _CHECK_EVERY_S = 0.1
 
 

@@ -28,7 +28,7 @@ from geartrain.errors import GeartrainError, WaitTimeoutError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: How long the callbacks of one work may hold up those of the next: they may wait for it.
+#: Longest time that callbacks of one work delay the next work's callbacks, for which they may be waiting.
 STALL_S = 0.05
 
 
@@ -213,8 +213,8 @@ class Finisher:
     """Threads that wait for works in order and then complete their futures. They start with the first work.
 
     Completing a future runs its callbacks. Callbacks of one work run after those of the work before it. A callback may
-    start further all-reduces and wait for their futures, because works made in a callback have threads of their own,
-    one set for each depth. If a callback waits for a work behind its own, the wait delays only that work (`STALL_S`).
+    start further all-reduces and wait for their futures: works made in a callback have threads of their own, one set
+    for each depth. If a callback waits for a work behind its own, the wait delays only that work (`STALL_S`).
     """
 
     def __init__(self, name: str) -> None:
@@ -241,7 +241,7 @@ class Finisher:
             completions.close(until_s)
 
 
-#: `depth` of a thread that runs callbacks: one more than that of their work.
+#: Per thread that runs callbacks: their `depth`, which is one more than their work's.
 _callbacks = threading.local()
 
 

@@ -15,7 +15,7 @@ from geartrain.rpc.tensors.channels import ARRAY, TENSOR, LeafSpec, TensorChanne
 from geartrain.rpc.tensors.device_map import CPU
 from geartrain.rpc.tensors.pytree import KeyPath, put_back
 
-#: Arrays and CPU tensors of so many bytes go over NIXL where it was asked for: a transfer costs some round trips.
+#: Smallest arrays and CPU tensors, in bytes, that NIXL transfers if requested: a transfer costs some round trips.
 NIXL_BYTES = _native.OUT_OF_BAND_BYTES
 NONCE_BYTES = 64
 

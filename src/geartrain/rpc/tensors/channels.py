@@ -26,7 +26,7 @@ from geartrain.errors import BusyError, DeviceError, MessageError, TransportErro
 from geartrain.rpc.tensors.device_map import CPU
 from geartrain.transport.nixl_memory import RegisteredBuffer, RegisteredMemoryPool
 
-#: Dtype's code, shape, offset in the buffer, and what it is: a tensor or an array.
+#: Dtype code, shape, offset in the buffer, and kind (tensor or array) of a leaf.
 LeafSpec = tuple[int, tuple[int, ...], int, str]
 TENSOR, ARRAY = "tensor", "array"
 

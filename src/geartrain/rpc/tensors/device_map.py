@@ -20,10 +20,10 @@ from typing import Any
 from geartrain.core.arguments import shown
 from geartrain.errors import DeviceError
 
-#: In the place of a GPU's index.
+#: Stands for a GPU's index.
 CPU = -1
 
-#: Of each peer, by name or rank as text: which of its GPUs each one here goes to.
+#: For each peer, by name or rank as text: its GPU for each GPU here.
 Maps = dict[str, dict[int, int]]
 
 

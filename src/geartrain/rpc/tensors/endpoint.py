@@ -30,10 +30,10 @@ from geartrain.rpc.tensors.device_map import Maps, maps_of
 from geartrain.rpc.tensors.pytree import KeyPath, take_out
 from geartrain.transport.nixl_memory import RegisteredMemoryPool
 
-#: Channels that can be forced; messages then still use the transport that was chosen for them.
+#: Channels that can be forced. Messages still use the connection's own transport then.
 CHANNELS = ("cuda_ipc", "nixl")
 
-#: A value without its leaves, and these.
+#: A value without its leaves, and the leaves.
 TakenOut = tuple[Any, list[tuple[KeyPath, Any]]]
 
 

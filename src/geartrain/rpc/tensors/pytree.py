@@ -8,7 +8,7 @@ from typing import Any
 from geartrain.errors import MessageError
 from geartrain.transport.codec import MAX_DEPTH
 
-#: Where a leaf stands: at each level the position in the tuple or list, or of the item in the dict.
+#: Path to a leaf: at each level the position in the tuple or list, or of the item in the dict.
 KeyPath = tuple[int, ...]
 
 
