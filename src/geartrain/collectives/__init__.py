@@ -1,14 +1,15 @@
-"""All-reduce of host arrays over TCP and shared memory, with or without dedicated reducers.
+"""All-reduce and other collectives of host arrays over TCP and shared memory, with or without dedicated reducers.
 
     group = Group(rank, world_size, store=store)           # every rank; a torch store, or init_method="tcp://..."
     group.all_reduce(array)                                # in place; the same bits on every rank
     work = group.all_reduce_async(gradient, op="avg")      # overlaps with the caller's computation
     work.wait()
 
-Each share of an array has one owner, which sums it in rank order and returns it to all ranks. Owners are the ranks
-themselves, dedicated reducers (`geartrain reducer`), or both. The planner picks the best shares for the speed of the
-links. With `hierarchical=True` the ranks of a host are summed first. The guide is docs/collectives.md, the manual of
-the protocol native/collectives/sharded_allreduce.h.
+An array is divided into shares. Each share has one owner, which sums it in rank order and returns it to all ranks.
+Owners are the ranks themselves, dedicated reducers (`geartrain reducer`), or both. The planner chooses the best shares
+for the speed of the links. With `hierarchical=True`, the ranks of each host are summed first.
+
+docs/collectives.md is the guide. native/collectives/sharded_allreduce.h documents the protocol.
 """
 
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Bootstrap: ranks exchange addresses and settings through a store, and the cause when one of them cannot join."""
+"""Bootstrap of a group: ranks exchange addresses and settings through a store.
+
+If one rank cannot join, it publishes the cause, and the other ranks raise it.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +47,10 @@ def secret_of(given: bytes | str | None) -> bytes:
 
 
 class Bootstrap:
-    """The bootstrap of one epoch of a group, as one rank takes part in it.
+    """One rank's part in the bootstrap of one epoch of a group.
 
-    A rank that cannot join publishes the cause (`fail`), and every wait of the others ends with it: the rank that knows
-    tells the others at once, whatever their deadlines are.
+    A rank that cannot join publishes the cause (`fail`). The waits of all other ranks then end at once with this cause,
+    before their deadlines.
 
     Args:
         store: of torch's kind; None for a group of one.

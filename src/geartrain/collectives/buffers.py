@@ -1,4 +1,4 @@
-"""Host buffers: address, element count and dtype of an array of any library."""
+"""Host buffers: the address, element count and dtype of an array of any library."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class HostBuffer(NamedTuple):
 def buffer_of(array: Any) -> HostBuffer:
     """The buffer of a C-contiguous, writable array in host memory.
 
-    Torch tensors (also those that require gradients), NumPy arrays (bfloat16 by `ml_dtypes` too), and whatever else
-    has the buffer protocol or DLPack. Nothing is copied.
+    Accepts torch tensors (also with gradients), NumPy arrays (bfloat16 by `ml_dtypes` too), and every other object with
+    the buffer protocol or DLPack. Nothing is copied.
 
     Raises:
         ArgumentError: not contiguous, not writable, not in host memory, or of a dtype or byte order that is

@@ -1,4 +1,4 @@
-"""Exchanges: collectives in which each rank owns one part: reduce-scatter, all-gather, all-to-all, broadcast."""
+"""Exchanges: the collectives that move parts between ranks (reduce-scatter, all-gather, all-to-all, broadcast)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Memory = tuple[int, int]
 
 
 class Exchange(NamedTuple):
-    """One exchange as a rank asks for it.
+    """The arguments of one exchange on one rank.
 
     Attributes:
         collective: a name of `COLLECTIVES`.

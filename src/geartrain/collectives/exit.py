@@ -1,4 +1,4 @@
-"""End of the groups that nobody has closed, when the interpreter ends."""
+"""Closes the groups that are still open when the interpreter exits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of the native layer as named errors."""
+"""Converts faults of the native layer into geartrain's errors, which name the ranks and reducers concerned."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ _CLASSES: dict[int, type[GeartrainError]] = {
     CLOSED: CollectiveClosedError,
 }
 
-#: Kind, text, and the members it is about: ranks, then reducers.
+#: Kind, text, and the members concerned: ranks, then reducers.
 Fault = tuple[int, str, list[int]]
 
 _MARK = "fault of a part: "
-#: Of what is told to other ranks in one frame, of 2048 letters (native/collectives/protocol.cc): in bytes of JSON.
+#: Limits, in bytes of JSON, of a fault that is sent to other ranks in one frame of 2048 letters
+#: (native/collectives/protocol.cc).
 _MOST_TEXT, _MOST_MEMBERS = 1400, 64
 
 
@@ -98,8 +99,10 @@ def renumbered_text(text: str, numbers: Sequence[int]) -> str:
 
 
 def renumbered(error: BaseException, numbers: Sequence[int]) -> BaseException:
-    """An error of a group of some ranks as one of the whole group; itself where that is the same, or it is no error of
-    geartrain's."""
+    """The error of a group of some ranks, with the rank numbers of the whole group.
+
+    Returns the error itself if the numbers are the same, or if it is not geartrain's.
+    """
     if not isinstance(error, GeartrainError) or list(numbers) == list(range(len(numbers))):
         return error
     found = type(error)(renumbered_text(str(error), numbers))

@@ -1,4 +1,4 @@
-"""Group: all-reduce, reduce-scatter, all-gather, all-to-all and broadcast of host arrays among ranks."""
+"""`Group`: all-reduce, reduce-scatter, all-gather, all-to-all and broadcast of host arrays among ranks."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _FORKED = "this group belongs to the process that this one was forked from; make
 class Group:
     """A group of ranks for collectives. Every rank makes one, with the same arguments except `rank`.
 
-    All ranks make their calls in the same order, and get the same bits. Elements are summed in rank order, whichever
-    member owns which share. Only `algorithm="ring"` sums around the ring instead.
+    All ranks must make their calls in the same order. All ranks get the same bits: elements are summed in rank order,
+    whichever member owns which share. `algorithm="ring"` sums around the ring instead.
 
-    A failure ends the group on every rank, with an error that names the members that caused it. Make another group with
-    the next `epoch`.
+    A failure ends the group on every rank. The error names the members that caused it. To continue, make another group
+    with the next `epoch`.
 
-    Any thread may call. `close` may be called at any time, more than once: calls in progress then end with a result or
-    `CollectiveClosedError`, and later calls raise `CollectiveClosedError`. Arrays of operations in progress stay alive
-    until these end. A group that is garbage-collected, or alive at the interpreter's exit, closes itself. A forked
+    Any thread may call. `close` may be called at any time, more than once. Calls in progress then end with a result or
+    `CollectiveClosedError`, and later calls raise `CollectiveClosedError`. The arrays of an operation stay alive until
+    the operation ends. A group closes itself when it is garbage-collected, and at the interpreter's exit. A forked
     child cannot use its parent's group.
 
     Examples:
@@ -257,7 +257,8 @@ class Group:
     ) -> Work:
         """Internal: `all_reduce_async` of `count` elements at a memory address, for callers without an array.
 
-        `keep` is held, and returned by `Work.wait`: whatever owns the memory. `soon`: this thread waits for it next.
+        `keep`: the owner of the memory, which is kept alive and returned by `Work.wait`. `soon`: this thread waits
+        next.
         """
         for name in (dtype, dtype if wire_dtype is None else wire_dtype):
             check_reduction(op, name)
@@ -437,7 +438,7 @@ class Group:
             raise CollectiveClosedError(_FORKED)
 
     def _why_closed(self, error: ConnectionClosedError) -> GeartrainError:
-        """What to raise where the native group refuses a call because it was closed."""
+        """The error to raise if the native group refuses a call because it was closed."""
         if isinstance(error, CollectiveClosedError):
             return error
         failure = self._session.failure
@@ -488,9 +489,9 @@ class Group:
         return None if fault is None else session.error_of(fault)
 
     def _recover(self, session: FaultNaming, fault: Fault) -> bool:
-        """After a fault of a session: whether operations continue in another one, without the reducers to blame.
+        """After a fault of a session: whether operations continue in another session without the reducers at fault.
 
-        Called on all ranks, by the next wait of each. Raises what the bootstrap of the next session raises.
+        The next wait of each rank calls it, so all ranks do. Raises the errors of the next session's bootstrap.
         """
         refuse_within(self._lock, f"a call of group {self.name!r}")
         with self._lock:
@@ -508,7 +509,7 @@ class Group:
             return True
 
     def _replace_session(self, current: Session, lost: tuple[str, ...]) -> None:
-        """Goes on in the next session. A failure is that of all who wait for operations of this one."""
+        """Continues in the next session. If that fails, all waits for operations of this session get the failure."""
         try:
             new = next_session(current, lost, time.monotonic() + self.timeout_s, self._stopped)
         except GeartrainError as error:
@@ -520,10 +521,12 @@ class Group:
         self._session = new  # `close` ends it, if it came meanwhile
 
     def reform(self, without: Sequence[str] = ()) -> None:
-        """Starts the next epoch, without some reducers. All ranks call it at the same point of their order of calls.
+        """Starts the next epoch, without some reducers.
 
-        Operations in progress are completed in the new epoch. `Work.wait` does this itself when a reducer is lost. Call
-        it to take a reducer out, or to start again without those that are lost.
+        All ranks must call it at the same point of their order of calls.
+
+        Operations in progress are completed in the new epoch. `Work.wait` does all this itself when a reducer is lost.
+        Call it to take a reducer out, or to start again without lost reducers.
 
         Args:
             without: addresses of reducers to leave out, besides those that are lost.
@@ -559,9 +562,9 @@ class Group:
         self._session.native.abort(check_text("the reason", reason))
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Leaves the group, after sending what other members still need.
+        """Leaves the group, after sending the data that other members still need.
 
-        Operations in progress here get a moment to complete and then fail; `close` then takes less than a second.
+        Operations in progress here get a moment to complete and then fail. `close` then takes less than a second.
 
         Args:
             timeout_s: longest wait until the other members have what they need, in seconds.

@@ -1,4 +1,4 @@
-"""Arguments of a group, checked before anything is connected."""
+"""Checks the arguments of a group before it connects to other ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def checked_config(
     hierarchical: bool,
     hosts: Sequence[Hashable] | None,
 ) -> GroupConfig:
-    """What all sessions of a `Group` with these arguments share. Its rank, size and store may come from `init_method`.
+    """The configuration that all sessions of a `Group` share. Rank, size and store may come from `init_method`.
 
     Raises:
         ArgumentError: what was given, and what is allowed.

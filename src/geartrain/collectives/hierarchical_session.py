@@ -1,4 +1,4 @@
-"""Session of a hierarchical all-reduce: within each host first, then once across hosts, then within each host again.
+"""Session of a hierarchical all-reduce: first within each host, then across hosts, then within each host again.
 
 A piece of an array, on two hosts of three ranks:
 
@@ -7,15 +7,18 @@ A piece of an array, on two hosts of three ranks:
                rank 2: a2 b2 c2                             C0   lane 1: ranks 1, 4          C0+C1
     host 1     rank 3: ...                            A1         lane 2: ranks 2, 5    A0+A1       ...
 
-Every rank of a host has a part of what the host has summed, and all-reduces it with the ranks of its place on the other
-hosts: a *lane*. The links of a host carry what one rank a host would send, whatever the number of ranks, and each lane
-is a native group of its own: shares, reducers or a ring, as the group was made with. Hosts of unequal size have as many
-lanes as the smallest; their other ranks take part within the host.
+Lanes. After the reduce-scatter, every rank has one part of its host's sum. It all-reduces this part with the ranks at
+the same place on the other hosts. These ranks form a *lane*. The traffic between hosts therefore does not grow with the
+number of ranks per host: it is the traffic of one rank per host. Each lane is a native group of its own, with the
+group's shares, reducers or ring. If hosts differ in size, there are as many lanes as the smallest host has ranks. The
+other ranks take part within their host only.
 
-The order of a sum is that of the ranks within each host, and then that of the hosts, by their lowest rank. It depends
-on the map of ranks to hosts alone, not on lanes, shares or arrival. Each level rounds 16-bit floats once; an average
-that is rounded so is divided by the number of all ranks before, within each host. A ring of hosts sums in its own
-order: the same bits on all ranks for the same map.
+Order of sums. Values are summed in rank order within each host, and then host by host. Hosts are ordered by their
+lowest rank. The order depends only on the map of ranks to hosts, not on lanes, shares or arrival. A ring of hosts sums
+in its own order, which gives the same bits on all ranks for the same map.
+
+Rounding. Each of the two levels rounds 16-bit floats once. If an average is rounded in this way, the values are divided
+by the number of all ranks first, within each host.
 
 hierarchical_stages.py moves the pieces.
 """
@@ -39,12 +42,12 @@ from geartrain.errors import ArgumentError, CollectiveClosedError, GeartrainErro
 
 _log = logging.getLogger(__name__)
 
-#: Dtypes that are sent as another one between hosts.
+#: (array dtype, wire dtype): pairs that are supported between hosts.
 _WIRES = {("float32", "bfloat16"), ("float32", "float16")}
 
 
 class HierarchicalSession:
-    """One epoch of a hierarchical group; what `Session` is for any other. Its `native` is all parts together.
+    """One epoch of a hierarchical group. It takes the place of `Session`. Its `native` stands for all parts as one.
 
     Args:
         config: of the group.
@@ -158,7 +161,7 @@ class HierarchicalSession:
         return GroupPart(Session(config, self.epoch, found, bootstrap, elsewhere=self._elsewhere), ranks)
 
     def _elsewhere(self, fault: Fault) -> GeartrainError | None:
-        """The error of another part, whose ranks have joined and failed while this part was still being made."""
+        """The error of another part, which failed while this part was still being made."""
         found = from_reason(fault)
         return None if found is None else self.error_of(found)
 
@@ -188,7 +191,7 @@ class HierarchicalSession:
         return self.native.counts()
 
     def close(self, timeout_s: float) -> None:
-        """Leaves, after sending what other members still need, for up to `timeout_s`."""
+        """Leaves, after sending the data that other members still need, for up to `timeout_s`."""
         self.native.close(timeout_s)
 
     def release(self) -> None:

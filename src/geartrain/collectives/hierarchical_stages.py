@@ -1,11 +1,14 @@
-"""Stages of a hierarchical all-reduce: within the host, across hosts, and within the host again.
+"""Runs the three stages of a hierarchical all-reduce: within the host, across hosts, and within the host again.
 
-Arrays are cut into pieces of `PIECE_BYTES`, all in place; the stages of different pieces overlap. The first stage is
-issued by the caller, the others by a thread each, in the order of the calls, which is the same on all ranks.
+Arrays are cut into pieces of `PIECE_BYTES`, and the stages of different pieces overlap. Everything happens in place.
+The caller issues the first stage. Two threads issue the second and the third stage. Each follows the order of the
+calls, which is the same on all ranks.
 
-A fault of any part ends all parts of this rank with its text and the members it names, and so reaches every rank.
-Within the host an operation has its own deadline, across hosts a second more and on the way back two: a rank that hangs
-is named by its own host.
+If one part (a native group of this rank) fails, all parts of the rank end with the same text and the same members. The
+fault reaches every rank in this way.
+
+Within the host, an operation has its own deadline. Across hosts the deadline is one second later, and in the third
+stage two seconds later. A rank that hangs is therefore named by its own host.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ConnectionClosedError, GeartrainError
 
 PIECE_BYTES = 4 << 20
-#: How much later than the stage before an operation's deadline is: who hangs is named where it is waited for first.
+#: Each stage's deadline is this much later than the previous one's, so that the first stage to wait names the rank.
 STAGE_S = 1.0
 _END_S = 2.0  # of `close`, for parts that end by the same deadline
 _MOMENT_S = 0.3  # of `close`, for all operations in progress together
@@ -38,7 +41,7 @@ _MOMENT_S = 0.3  # of `close`, for all operations in progress together
 
 @dataclass
 class GroupPart:
-    """A native group of some of the ranks, and their numbers among all."""
+    """A native group of some of the ranks, with their rank numbers in the whole group."""
 
     session: Session
     ranks: Sequence[int]
@@ -60,16 +63,16 @@ class GroupPart:
 
 
 class StagedOperation:
-    """One all-reduce in its stages, as `Work` waits for it."""
+    """One all-reduce in stages, with the interface that `Work` needs."""
 
     def __init__(self, stages: HostStages, work: Work, pieces: int) -> None:
         self.stages = stages
         self.until_s = time.monotonic() + work.timeout_s
         self.dtype, self.wire, self.op, self.keep = work.dtype, work.wire_dtype, work.op, work.array
-        #: Whether an average is of 16-bit floats somewhere, whose sum may be beyond them where the average is not.
+        #: Whether some stage averages 16-bit floats: their sum may overflow although the average does not.
         self.divides_first = work.op == "avg" and (ITEM_SIZES[work.dtype] == 2 or work.wire_dtype != work.dtype)
         self.elements = work.count
-        #: What each part compares among its ranks beside the stage itself.
+        #: Values that each part compares among its ranks, in addition to the stage itself.
         self.whole = (work.count, OPS[work.op], DTYPE_CODES[work.wire_dtype], stages.world_size)
         self.left = pieces  # whose last stage is not issued
         self.works: list[tuple[GroupPart, Any]] = []
@@ -114,7 +117,7 @@ class _Piece:
 
 @dataclass
 class HostStages:
-    """The parts of this rank, the operations in progress, and the threads that issue the second and third stage."""
+    """This rank's parts, the operations in progress, and the threads that issue the second and third stages."""
 
     world_size: int
     place: int  # of this rank on its host
@@ -142,7 +145,7 @@ class HostStages:
             raise
 
     def parts(self) -> list[GroupPart]:
-        """Those that there are."""
+        """The parts that exist."""
         return [part for part in (self.within, self.across, self.back) if part is not None]
 
     # --- stages -------------------------------------------------------------------------------------------------------
@@ -242,7 +245,7 @@ class HostStages:
         self._move(self.crossed, None, lambda piece: (self.across, piece.second), self._return)
 
     def _return(self, piece: _Piece) -> None:
-        """The third stage: what the lanes have goes to all ranks of the host."""
+        """The third stage: sends the lanes' results to all ranks of the host."""
         operation = piece.operation
         if operation.op == "avg" and not operation.divides_first and self.place < self.lanes:
             start, count = piece.parts[self.place]

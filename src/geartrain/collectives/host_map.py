@@ -1,4 +1,4 @@
-"""Map of ranks to hosts: for the two levels of a hierarchical all-reduce, and the order of a ring's neighbours."""
+"""Map of ranks to hosts, for hierarchical all-reduces and for the order of neighbours in a ring."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHOLE_BYTES = 16 << 10
 
 
 def host_identity() -> str:
-    """The same for processes that share a kernel and a network namespace, and thus can pass each other memory."""
+    """An id that is equal for processes that share a kernel and a network namespace, and thus can exchange memory."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -83,7 +83,7 @@ def cut(count: int, itemsize: int, lanes: int, number: int) -> list[tuple[int, i
 
 @dataclass(frozen=True)
 class RingOrder:
-    """How many hops of a ring in rank order lead from host to host.
+    """How many hops of a ring in rank order go from one host to another.
 
     Attributes:
         crossings: hops between ranks of different hosts.
@@ -109,7 +109,7 @@ class RingOrder:
         return cls(crossings, len(hosts) if len(hosts) > 1 else 0, tuple(rank for ranks in hosts for rank in ranks))
 
     def advice(self) -> str | None:
-        """What to change; None where nothing could be better."""
+        """The change to make. None if no order would be better."""
         if self.crossings == self.least:
             return None
         shown = ", ".join(map(str, self.order[:32])) + (", ..." if len(self.order) > 32 else "")

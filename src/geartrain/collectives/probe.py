@@ -1,4 +1,4 @@
-"""Probe of reducers: which of them accept a connection."""
+"""Tests which reducers accept a connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROBE_TIMEOUT_S = 3.0
 
 
 def unreachable(addresses: Iterable[str]) -> set[str]:
-    """Those of the addresses (host:port) that accept no connection; probed in parallel, within some seconds.
+    """The addresses (host:port) that accept no connection. Probes them in parallel, within some seconds.
 
     A process that is stopped still accepts.
     """

@@ -1,4 +1,7 @@
-"""Reducer: an owner of shares that is not a rank, in this process; `geartrain reducer` runs one as a process."""
+"""`Reducer`: owns shares of a group's arrays without being a rank. It runs in the process that makes it.
+
+`geartrain reducer` runs a reducer as a process (reducer_main.py).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from geartrain.errors import ArgumentError
 class Reducer:
     """A dedicated reducer: it owns shares of the ranks' arrays, sums them in rank order, and returns the results.
 
-    It serves any number of groups, on `threads` threads of its own. It buffers a window of each rank's array, at most
-    `max_window_bytes` for each rank and thread, never whole arrays.
+    A reducer serves any number of groups, on `threads` threads of its own. It never buffers whole arrays, only a window
+    of at most `max_window_bytes` for each rank and thread.
 
     Examples:
         >>> import numpy as np
@@ -101,7 +104,7 @@ class Reducer:
         return self._native.counts()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Refuses new groups, waits for those in use to leave, then ends the rest with an error.
+        """Refuses new groups, waits for current groups to leave, then ends the remaining ones with an error.
 
         Args:
             timeout_s: longest wait, in seconds.

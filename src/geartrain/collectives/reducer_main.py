@@ -1,4 +1,4 @@
-"""`geartrain reducer`: a reducer as a process, with a log line of counters and Prometheus metrics."""
+"""The command `geartrain reducer`: runs a reducer as a process, logs its counters, and serves them to Prometheus."""
 
 from __future__ import annotations
 

@@ -1,10 +1,19 @@
-"""Session: one epoch of a group, its operations in progress, and their continuation in the next epoch.
+"""Session of a group: one epoch, with the operations in progress.
 
-Losing a reducer ends a session, but no training step: every waiting array still has its input, because results are
-copied into it only when complete, and every result that some rank has and others lack is kept until all ranks have
-acknowledged it (native/collectives/protocol.h: settled). The ranks bootstrap again under the next epoch, all-gather
-which operations are complete where, broadcast the results that some ranks lack, and issue the rest again in the old
-order. Reducers that do not answer during this bootstrap are left out too, by all ranks or by none.
+If a reducer is lost, the next session continues them.
+
+A lost reducer ends the session, but no training step is lost. Two rules make this possible:
+
+- Every unfinished operation still has its input, because a result is copied into the array only when it is complete.
+- A result that some ranks have and others lack is kept until all ranks have acknowledged it ("settled" in
+  native/collectives/protocol.h).
+
+The ranks recover in four steps:
+
+1. They bootstrap again under the next epoch. A reducer that does not answer is left out by all ranks.
+2. They all-gather which operations are complete on which rank.
+3. They broadcast the results that some ranks lack.
+4. They issue the other operations again, in the old order.
 """
 
 from __future__ import annotations
@@ -48,7 +57,7 @@ _CAUSE_TIMEOUT_S = 1.0  # for the cause, from a rank whose connection was lost d
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """What stays the same over all epochs of a group.
+    """Settings that stay the same over all epochs of a group.
 
     Attributes:
         store: where ranks exchange addresses; None for a group of one.
@@ -68,7 +77,7 @@ class GroupConfig:
 
 
 class Session:
-    """One epoch of a group. Returns from its constructor when all members are connected.
+    """One epoch of a group. The constructor returns when all members are connected.
 
     Args:
         config: of the group.
@@ -137,7 +146,7 @@ class Session:
         bootstrap: Bootstrap,
         elsewhere: Callable[[Fault], GeartrainError | None] | None,
     ) -> BaseException:
-        """Why this rank cannot join: what another rank has published, or else its own error, which it publishes."""
+        """Why this rank cannot join: the cause that another rank published, or its own error, which it publishes."""
         bootstrap.raise_if_stopped()
         fault = self.native.fault()
         other = None if fault is None or elsewhere is None else elsewhere(fault)
@@ -226,7 +235,7 @@ class Session:
         return found
 
     def close(self, timeout_s: float) -> None:
-        """Leaves, after sending what other members still need, for up to `timeout_s`."""
+        """Leaves, after sending the data that other members still need, for up to `timeout_s`."""
         self.native.close(timeout_s)
         self.log_reducers()
 
@@ -242,7 +251,7 @@ class Session:
         return free.pop() if free else np.empty(max(nbytes, 1), np.uint8)
 
     def _release_settled(self) -> None:
-        """Releases operations that have ended; those with a kept result once all ranks have acknowledged theirs."""
+        """Releases operations that have ended. A kept result is released once all ranks have acknowledged theirs."""
         settled = self.native.settled
         while self._kept and self._kept[0][1].done():
             issue, _ = self._kept[0]
@@ -316,7 +325,7 @@ def _continue(old: Session, new: Session, states: list[dict[str, Any]]) -> None:
 def _connect_unless_lost(
     config: GroupConfig, epoch: int, owners: Owners, bootstrap: Bootstrap, check: Callable[[], None]
 ) -> tuple[Session | None, set[str]]:
-    """A session of these owners; or the reducers that some rank has not reached, the same on all ranks."""
+    """A session of these owners, or the reducers that some rank did not reach. All ranks get the same answer."""
     lost: set[str] = set()
     new = None
     try:

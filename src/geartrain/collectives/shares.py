@@ -1,4 +1,4 @@
-"""Shares: which rank or reducer owns how much of an array."""
+"""Shares: the fraction of an array that each rank or reducer owns."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def pick_shares(
 ) -> tuple[float, ...]:
     """The shares of ranks and reducers: as given, equal on the ranks, or the best for the rates of their links.
 
-    Without `rates` all links are equal; a reducer whose address stands there several times has one link for all.
+    Without `rates` all links are equal. A reducer whose address occurs several times has one link for all its shares.
 
     Raises:
         ArgumentError: a wrong number of shares or rates, or any of them for a ring.

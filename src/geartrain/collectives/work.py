@@ -1,4 +1,4 @@
-"""Work: the handle of an operation in progress, valid across the epochs of its group."""
+"""`Work`: the handle of an operation in progress. It stays valid when its group continues in another epoch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class FaultNaming(Protocol):
-    """The session that an operation was issued in, as far as `Work` needs it."""
+    """The part of a session that `Work` uses to turn a fault into an error."""
 
     def error_of(self, fault: Fault) -> GeartrainError:
         """A native fault as the error to raise."""
@@ -30,10 +30,10 @@ class FaultNaming(Protocol):
 
 
 class Pending(Protocol):
-    """An operation in progress, as a session has it: a native one, or one in stages."""
+    """An operation in progress, as a session stores it: a native operation, or an operation in stages."""
 
     def wait(self, timeout_s: float, /) -> bool:
-        """Whether it is done, after at most so long."""
+        """Waits for at most this long. Returns whether the operation is done."""
         ...
 
     def done(self) -> bool:

@@ -1,1 +1,1 @@
-"""Vocabulary of all rooms: dtypes, fields, row keys, argument checks, shared counters, locks, futexes, progress."""
+"""Basics that all packages of geartrain use: dtypes, fields, row keys, argument checks, counters, locks, progress."""

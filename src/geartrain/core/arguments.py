@@ -1,4 +1,4 @@
-"""Argument checks: whole numbers, timeouts, capacities, thread counts."""
+"""Checks of arguments: whole numbers, timeouts, capacities, thread counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_CAPACITY = 2**32 - 16
 
 
 def default_threads(threads: int | None) -> int:
-    """Threads that copy: what was asked for, or up to four of the cores this process may use."""
+    """Number of copy threads: the requested number, or up to four of the cores that this process may use."""
     if threads is None:
         return min(4, int(_native.available_cores()))
     if not 1 <= check_whole("threads", threads) <= MAX_THREADS:
@@ -31,7 +31,7 @@ def default_threads(threads: int | None) -> int:
 
 
 def refuse_copies(one: object, instead: str) -> NoReturn:
-    """Raises `ArgumentError`: for `__reduce_ex__` of what stands for something of this process, and is there once."""
+    """Raises `ArgumentError`. It is the `__reduce_ex__` of objects that exist once, in this process only."""
     raise ArgumentError(f"a {type(one).__name__} cannot be copied or pickled: {instead}")
 
 
@@ -115,7 +115,7 @@ def check_real(what: str, value: Any, wanted: str = "a finite number") -> float:
 
 
 def is_masked(value: Any) -> bool:
-    """Whether it is a masked array of NumPy's, whose module is imported only where somebody uses it."""
+    """Whether it is a NumPy masked array. Imports their module only if the program already uses it."""
     masked = sys.modules.get("numpy.ma")
     # Absent while another thread, or a thread of a forked child's parent, is in the midst of the import.
     kind = getattr(masked, "MaskedArray", None)
@@ -123,7 +123,9 @@ def is_masked(value: Any) -> bool:
 
 
 def check_unmasked(what: str, values: Any) -> None:
-    """Raises `SchemaError` for masked arrays, in a list too: what they hide would be stored as if it were there."""
+    """Raises `SchemaError` for masked arrays, also in a list: their hidden values would be stored as if they were
+    there.
+    """
     if any(map(is_masked, values)) if isinstance(values, list | tuple) else is_masked(values):
         raise SchemaError(
             f"{what} is a masked array, and its mask would be lost: pass its .filled(value), or its .data with the "
@@ -234,7 +236,7 @@ def check_function(what: str, value: Any) -> None:
 
 
 def check_secret(value: Any) -> bytes:
-    """A cluster's secret as bytes; a number would become so many zeros."""
+    """A cluster's secret as bytes. Refuses a number, because `bytes(n)` would be n zeros."""
     if isinstance(value, np.ndarray) and value.dtype == np.uint8:
         return value.tobytes()
     if not isinstance(value, (bytes, bytearray, memoryview)):
@@ -251,7 +253,7 @@ def check_store(store: Any) -> None:
 
 
 def shown(value: object) -> str:
-    """A value in an error's message: what is too long to be read is cut, and whole numbers of any size are shown."""
+    """A value as text for an error message. Long values are cut, and whole numbers of any size are shown."""
     try:
         text = repr(value)
     except Exception:  # an int of more digits than Python converts, or a repr of the caller's that raises

@@ -1,16 +1,16 @@
-"""Shared counters: one slot of named counters for each process of a job, in a small file of shared memory.
+"""Shared counters: a file in shared memory with one slot of named counters for each process of a job.
 
     counters = SharedCounters.create("job-actors", slots=8, columns=("steps", "episodes"))   # in the supervisor
     slot = SharedCounters.open("job-actors").slot(3)                                         # in process 3
     slot["steps"] += 1
     counters.column("steps").sum()
 
-A slot has one writer and any number of readers; a value is eight bytes that are written at once, so a reader sees the
-old one or the new one. What a dead process has written stays.
+A slot has one writer and any number of readers. A value has eight bytes, which are written at once. A reader therefore
+sees the old value or the new one. The values of a dead process stay.
 
-The creator holds a lock on the file, which the kernel releases with the process. What a killed creator leaves is
-removed when counters are next created on the host, by `remove_stale()` and by `geartrain remove`; processes that have
-it mapped keep the memory.
+The creator holds a lock on the file, which the kernel releases when the process ends. If the creator is killed, the
+file stays. It is removed by the next `create` on the host, by `remove_stale()`, or by `geartrain remove`. Processes
+that have mapped the file keep the memory.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from geartrain.errors import (
 _HEADER_BYTES = 4096
 _FORMAT = "geartrain-board-1"
 _PREFIX = "geartrain-board-"
-#: Columns whose sum over processes means something, where they exist.
+#: Columns with a meaningful sum over processes, if they exist.
 COUNTED = ("steps", "episodes", "rows", "samples", "restarts")
 #: A file without its final name yet; `remove_stale` must not take it for one that was left behind.
 _UNNAMED = "geartrain-unborn-board-"
 
 
 class CounterSlot(MutableMapping[str, float]):
-    """Counters of one process, by name; for its one writer."""
+    """The counters of one process, by name. Only its one writer may use it."""
 
     def __init__(self, columns: Sequence[str], row: NDArray[np.float64]) -> None:
         self._index = {name: at for at, name in enumerate(columns)}
@@ -75,9 +75,9 @@ class CounterSlot(MutableMapping[str, float]):
 
 
 class SharedCounters:
-    """Counters in shared memory, one row a process.
+    """Counters in shared memory, one row for each process.
 
-    `create` makes the file, `open` attaches. The creator's `close` removes it.
+    `create` makes the file, and `open` attaches to it. The creator's `close` removes it.
 
     Attributes:
         path: of the file, in /dev/shm or GEARTRAIN_DIR.
@@ -91,7 +91,7 @@ class SharedCounters:
         width = -(-len(self.columns) // 8) * 8
         values = np.frombuffer(memory, np.float64, slots * width, _HEADER_BYTES).reshape(slots, width)
         self._values = values[:, : len(self.columns)]
-        # The creator's only. At the interpreter's end too, and once, whoever closes first.
+        # Removes the file once: by `close`, or at the interpreter's exit. Only the creator does.
         self._remove = None if lock is None else weakref.finalize(self, _remove, path, lock, os.getpid())
 
     @classmethod
@@ -259,7 +259,7 @@ def _file_bytes(slots: int, columns: int) -> int:
 
 
 def _read_header(fd: int) -> tuple[int, list[str]]:
-    """Slots and columns, once they are what the file has room for. Raises `ValueError`, `KeyError`, `TypeError`."""
+    """Slots and columns, if they match the file's size. Raises `ValueError`, `KeyError`, `TypeError`."""
     header = json.loads(os.pread(fd, _HEADER_BYTES, 0).rstrip(b"\0"))
     slots, columns = header["slots"], header["columns"]
     if header["format"] != _FORMAT or type(slots) is not int or slots < 1:

@@ -1,6 +1,6 @@
-"""Table of element dtypes: names, stored codes and sizes, and conversion to NumPy and torch.
+"""Table of element dtypes: their names, stored codes and sizes, and their conversion to NumPy and torch.
 
-Every other table of dtypes (of reductions, of messages, of GPU copies) derives from this one.
+All other tables of dtypes (for reductions, messages and GPU copies) derive from this one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dtype:
-    """One element type: its torch name, its number in the segment's header and its size.
+    """One element type: its torch name, its code in the segment's header, and its size.
 
-    `numpy_name` is None for the types that NumPy does not have. Such fields are handled through torch,
-    or through `ml_dtypes` where that is installed.
+    `numpy_name` is None for types that NumPy does not have. Fields of these types are handled through torch, or through
+    `ml_dtypes` if it is installed.
     """
 
     name: str
@@ -230,7 +230,7 @@ def has_memory(tensor: Any) -> bool:
 
 
 def count_write(arrays: Iterable[Any]) -> None:
-    """Tells torch's autograd that those of the arrays that are tensors are written in place."""
+    """Tells torch's autograd that the tensors among the arrays are written in place."""
     for array in arrays:
         if hasattr(array, "requires_grad"):
             import torch
@@ -239,7 +239,7 @@ def count_write(arrays: Iterable[Any]) -> None:
 
 
 def writable_tensor(array: NDArray[Any]) -> torch.Tensor:
-    """A tensor over an array that may be read-only; whoever gets it must not write then. torch would warn of it."""
+    """A tensor over an array that may be read-only. Its user must not write then. torch would warn of such an array."""
     require_torch("a tensor", "; NumPy views do without")
     import torch
 

@@ -1,4 +1,4 @@
-"""Optional packages, and the extras of geartrain that install them."""
+"""Checks for optional packages. The error names the extra of geartrain that installs the missing package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from geartrain.errors import MissingDependencyError
 
 
 def require_torch(what: str, instead: str = "") -> None:
-    """Raises `MissingDependencyError` where torch is not installed: what needs it, the extra, and what does without.
+    """Raises `MissingDependencyError` if torch is not installed.
+
+    The error names the feature, the extra, and an alternative.
 
     Looks for torch without importing it, which takes a second or more.
     """

@@ -1,4 +1,7 @@
-"""Futex: sleeping until another process changes a word of shared memory (native/base/futex.h)."""
+"""Futex: sleeps until another process changes a word of shared memory.
+
+native/base/futex.h is the native side.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ import geartrain._native as _native
 
 
 def wait(word: np.ndarray[Any, Any], seen: int, timeout_s: float) -> bool:
-    """Sleeps while the first of these 32-bit words is `seen`, for so long at most; False when it still is.
+    """Sleeps while the first of these 32-bit words equals `seen`, for at most `timeout_s`. False if it still does.
 
-    Other threads of Python run meanwhile, and handlers of signals do. Whoever changes the word calls `wake` then.
+    Other Python threads and signal handlers run during the wait. A process that changes the word must call `wake`.
     """
     return _native.futex_wait(word, seen, timeout_s)
 
 
 def wake(word: np.ndarray[Any, Any]) -> None:
-    """Wakes everybody who sleeps on it, in whichever process."""
+    """Wakes all threads that sleep on the word, in all processes."""
     _native.futex_wake(word)

@@ -1,7 +1,7 @@
-"""JSON of strangers: parsed within bounds, and entries that are of their types and ranges.
+"""Reads JSON from untrusted files: limits its nesting, and checks the types and ranges of entries.
 
-A checksum tells damage; it does not tell whether whoever wrote a file knew the format. What is wrong is a `ValueError`
-here, which readers turn into the error of their files.
+A checksum detects damage, but does not show that the file's writer knew the format. A wrong entry raises `ValueError`
+here, and each reader converts it into the error of its files.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from geartrain.core.arguments import shown
 
-#: Lists and objects within each other; no file of geartrain's has more than ten.
+#: Deepest nesting of lists and objects. geartrain's own files have at most ten levels.
 DEEPEST = 64
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON says. Raises `ValueError` where it is none, or is nested deeper than `DEEPEST`."""
+    """The value of a JSON text. Raises `ValueError` if it is not JSON, or is nested deeper than `DEEPEST`."""
     try:
         found = json.loads(text)
     except RecursionError:
@@ -42,7 +42,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON says.
+    """The value of a JSON file.
 
     Raises:
         ValueError: it is no JSON, or no file: a pipe of that name would be waited for.

@@ -1,4 +1,7 @@
-"""Row keys: (store, row index, generation). A key goes stale when its row is overwritten or removed."""
+"""`Keys`: row keys of the form (store, row index, generation).
+
+A key goes stale when its row is overwritten or removed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from geartrain.errors import ArgumentError
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """Keys of n rows: each names one trajectory, and never the one that overwrites it.
+    """Keys of n rows. Each key names one trajectory, and never the trajectory that overwrites it.
 
     A row's generation changes whenever the row is overwritten or removed. A key whose generation differs is stale.
     Functions that take keys skip stale ones and count them.

@@ -1,7 +1,8 @@
-"""File locks that the kernel drops when their owner dies: on single bytes, owned by an open file.
+"""File locks on single bytes of a file, which the kernel releases when their owner dies.
 
-native/base/file_lock.h is the manual. An open file's locks go with its last descriptor, whichever process has that: a
-forked child's copy keeps them. They cannot be mistaken for another process's, as pids can.
+A lock belongs to an open file. It ends with the file's last descriptor, whichever process has it: a forked child's
+copy keeps the lock. Unlike a pid, a lock is never mistaken for another process's. native/base/file_lock.h has the
+details.
 """
 
 from __future__ import annotations

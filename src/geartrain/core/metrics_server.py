@@ -1,12 +1,14 @@
-"""HTTP endpoint for Prometheus: scrapes share one reading, and clients of any kind cost a bounded amount.
+"""HTTP endpoint for Prometheus. It limits the cost of its clients, whatever they send.
 
-One thread serves all clients, by asyncio; requests are parsed by http.server, values written by prometheus-client. A
-client has one request, and is hung up on after its answer, or `CLIENT_S` after it came, whatever it has sent or read by
-then. Of more than `MOST_CLIENTS` the oldest is hung up on: the new one may be a scrape. Values are read again when the
-last reading ended more than `FRESH_S` ago.
+One thread serves all clients with asyncio. http.server parses requests, and prometheus-client writes the values.
 
-A forked child has no part of it: its copies of the sockets are closed at the fork, so that a client is hung up on when
-the parent hangs up or dies, and the port is free when the parent has closed it.
+- Values are read again if the last reading ended more than `FRESH_S` ago. Otherwise scrapes share one reading.
+- A client may send one request. The server closes its connection after the answer, or `CLIENT_S` after the client
+  connected, whatever was sent or read by then.
+- If there are more than `MOST_CLIENTS`, the server closes the oldest connection, because the new one may be a scrape.
+
+A forked child closes its copies of the sockets at the fork. Clients are therefore disconnected when the parent closes
+their connections or dies. The port is free when the parent has closed it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _END_OF_REQUEST = re.compile(rb"\r?\n\r?\n")
 
 
 class Metric(NamedTuple):
-    """A metric: a counter's name is shown with `_total`."""
+    """One metric. The name of a counter is shown with `_total`."""
 
     name: str
     kind: Literal["counter", "gauge"]
@@ -202,7 +204,7 @@ class _Client(asyncio.Protocol):
 
 
 class _Request(BaseHTTPRequestHandler):
-    """A request as bytes, and the answer to it as bytes, whatever it says."""
+    """A request as bytes, and the answer to it as bytes, for any content."""
 
     def __init__(self, said: bytes, app: Callable[..., Any]) -> None:
         self.client_address = ("", 0)
@@ -246,11 +248,11 @@ class _Request(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing, of what clients say."""
+        """Logs nothing of the clients' requests."""
 
 
 def _app(read: Callable[[], Values]) -> Callable[..., Any]:
-    """A WSGI application whose answers share a reading."""
+    """A WSGI application whose answers share one reading."""
     try:
         from prometheus_client import CollectorRegistry, make_wsgi_app
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily

@@ -1,19 +1,19 @@
-"""Text as it is shown: of strangers, such as names of files, and on streams that are not UTF-8."""
+"""Makes text safe to print: untrusted text such as file names, and text for streams that are not UTF-8."""
 
 from __future__ import annotations
 
 import codecs
 from typing import Any
 
-#: What tables and bars are drawn with, as ASCII of the same width.
+#: Characters of tables and bars, and ASCII characters of the same width.
 _DRAWN = str.maketrans({"█": "#", "▀": "#", "▲": "^", "▼": "v", "…": "."})
 
 
 def printable(text: str, lines: bool = False) -> str:
     r"""The text with escapes such as `\n`, `\x1b` and `\u202e` for whatever a terminal would obey.
 
-    Those are control characters, line ends and separators, characters that change the direction of writing or have no
-    width, and what is no text at all (halves of surrogate pairs). Letters of all languages stay.
+    It escapes control characters, line ends and separators. It also escapes characters without width, characters that
+    change the direction of writing, and halves of surrogate pairs. Letters of all languages stay.
 
     Args:
         text: from elsewhere, of any content.
@@ -23,7 +23,7 @@ def printable(text: str, lines: bool = False) -> str:
 
 
 def never_fails(stream: Any) -> None:
-    """Has a text stream write what its encoding lacks: bars and arrows as ASCII, other characters as escapes."""
+    """Makes a text stream write characters that its encoding lacks: bars and arrows as ASCII, others as escapes."""
     # A program may have put something else in the stream's place.
     if hasattr(stream, "reconfigure") and codecs.lookup(stream.encoding).name != "utf-8":
         stream.reconfigure(errors="geartrain.shown")

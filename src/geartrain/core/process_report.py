@@ -1,15 +1,18 @@
-"""Process report: what replays, RPC nodes, groups and readers of a process do, for other processes of its host.
+"""Process report: statistics of a process's replays, RPC nodes, groups and readers, for other processes of its host.
 
     register(replay, "replay", lambda replay: {"name": ..., **replay.stats()})   # in a constructor
     for report in read_reports(): ...                                          # in `geartrain top`
 
-A thread of the process, started with the first object, reads the figures of all that live once a second and writes them
-into a small file beside the segments, `geartrain-report-PID.json`: nothing is counted or locked where batches and calls
-are made. A process that can have no more threads goes on without reports, and says so in its log. A file is replaced as
-a whole, so a reader sees one report or the next. It goes with its process; what a killed process leaves is removed by
-whoever reports next on the host, and is recognised by the process's start time.
+Once a second, a background thread reads the figures of all registered objects that are alive. It writes them into a
+small file in the directory of the segments, `geartrain-report-PID.json`. Batches and calls themselves count and lock
+nothing for this. The thread starts with the first object. If the process can have no more threads, it continues without
+reports, and logs this.
 
-GEARTRAIN_REPORT_S is the period in seconds; 0 for no thread and no file.
+A file is replaced as a whole, so a reader sees one complete report. The process removes its file when it ends. If it
+was killed, the next process of the host that reports removes the file. It recognises such a file by the process's start
+time.
+
+The environment variable GEARTRAIN_REPORT_S sets the period in seconds. 0 disables the thread and the file.
 """
 
 from __future__ import annotations
@@ -39,19 +42,19 @@ _PREFIX, _SUFFIX = "geartrain-report-", ".json"
 #: The suffix of a report that is being written.
 _UNFINISHED = ".new"
 _PERIOD_S = 1.0
-#: A process that ends sooner leaves no trace.
+#: Delay before the first report. A process that ends sooner writes none.
 _FIRST_S = 0.5
 _MOST_BYTES = 1 << 20
-#: Of one process; the oldest are reported.
+#: Most objects of one process. The oldest are reported.
 _MOST_OBJECTS = 256
-#: Of an array among figures; of a longer one its length is told.
+#: Most elements of an array among figures. For a longer array, its length is reported.
 _MOST_ELEMENTS = 64
-#: Of figures in figures: what copies or shows a report recurses too.
+#: Deepest nesting of figures, because code that copies or shows a report recurses too.
 _MOST_LEVELS = 32
-#: What a file raises whose content is no report.
+#: Errors that reading a file raises if its content is not a report.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
-#: Numbers that each kind of object reports, and each peer of a node: what readers rely on.
+#: Numbers that each kind of object, and each peer of a node, must report: readers rely on them.
 _NUMBERS_OF = {
     "replay": ("batch_size", "waiting_s", "batches", "rows", "bytes", "redrawn", "wait_s", "make_s"),
     "group": (
@@ -62,7 +65,7 @@ _NUMBERS_OF = {
 }
 _NUMBERS_OF_PEER = ("open", "messages_sent", "messages_received", "bytes_sent", "bytes_received")
 
-#: What objects are reported.
+#: Kinds of objects that are reported.
 Kind = Literal["replay", "node", "group", "reducer", "reader", "job", "pool"]
 Read = Callable[[Any], Mapping[str, Any]]
 
@@ -107,7 +110,7 @@ class ProcessReport:
 
 
 def register(owner: object, kind: Kind, read: Read) -> None:
-    """Has an object's figures reported for as long as it lives, and starts the thread where there is none.
+    """Reports an object's figures for as long as it lives. Starts the thread if it does not run yet.
 
     Args:
         owner: is not kept alive.
@@ -119,7 +122,7 @@ def register(owner: object, kind: Kind, read: Read) -> None:
 
 
 def period_s() -> float:
-    """Seconds between reports, 0 for none. Raises `ArgumentError` for what is no number from 0 to 3600."""
+    """Seconds between reports, 0 for none. Raises `ArgumentError` unless it is a number from 0 to 3600."""
     text = os.environ.get(PERIOD_VARIABLE, "")
     try:
         value = float(text) if text else _PERIOD_S
@@ -131,7 +134,7 @@ def period_s() -> float:
 
 
 class _Reporter:
-    """The process's objects, and the thread that reports them."""
+    """The registered objects of the process, and the thread that reports them."""
 
     def __init__(self) -> None:
         self.reset()
@@ -232,7 +235,7 @@ class _Reporter:
             raise
 
     def _process(self) -> dict[str, Any]:
-        """What stays as it is as long as the process lives, and is read once."""
+        """The values that stay the same for the process's life. They are read once."""
         if self._about.get("started") is None:
             me = process_state(os.getpid())
             self._about = {
@@ -383,7 +386,7 @@ def _require_shallow(figures: Any, levels: int = _MOST_LEVELS) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers and short arrays as Python's; what JSON has no form for, as text."""
+    """Converts NumPy numbers and short arrays to Python's. Values without a JSON form become text."""
     if not hasattr(value, "tolist"):
         return str(value)
     length = math.prod(value.shape) if hasattr(value, "shape") else len(value)

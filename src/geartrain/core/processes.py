@@ -1,4 +1,4 @@
-"""Processes: a child that ends with its parent (Linux's PR_SET_PDEATHSIG), and what the kernel tells about others."""
+"""Ends a child process with its parent (Linux's PR_SET_PDEATHSIG), and reads other processes' state from /proc."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def at_end_of_forked_child(close: Callable[[], None]) -> None:
-    """Has a child of multiprocessing call it at its end: one that was forked ends without atexit's functions.
+    """Registers a function for the end of a forked child of multiprocessing, which ends without atexit's functions.
 
-    To be called in the child, once its target runs: what was registered before, multiprocessing forgets.
+    Call it in the child, once its target runs, because multiprocessing forgets earlier registrations.
     """
     util, process = sys.modules.get("multiprocessing.util"), sys.modules.get("multiprocessing.process")
     if util is not None and process is not None and process.parent_process() is not None:
@@ -40,7 +40,7 @@ def at_end_of_forked_child(close: Callable[[], None]) -> None:
 
 
 class ProcessState(NamedTuple):
-    """What /proc tells about a process.
+    """The state of a process, as /proc shows it.
 
     Attributes:
         state: R running, S waiting, D waiting in the kernel, T stopped by a signal, t by a debugger, Z ended and not
@@ -63,7 +63,7 @@ class ProcessState(NamedTuple):
 
 
 def process_state(pid: int) -> ProcessState | None:
-    """State of a process of this PID namespace; None where there is none, or none that this user may see."""
+    """State of a process of this PID namespace. None if it does not exist, or this user may not see it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Progress reporting: a bar on a terminal (with rich), log lines elsewhere."""
+"""Progress reporting: a progress bar on a terminal (with rich), log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINE_EVERY_S = 5.0
 
 
 class Progress:
-    """Progress of units of work and bytes, on stderr; silent where `enabled` is False.
+    """Shows the progress of units of work and bytes on stderr. It shows nothing if `enabled` is False.
 
     Args:
         title: of the work, such as the source's name.

@@ -1,8 +1,10 @@
-"""Schema of a store: fields, their block layout, and the checks of both.
+"""Schema of a store: its fields, the layout of their blocks, and the checks of both.
 
-A store is a table of rows. Each field is one column: a contiguous array of equal blocks, one block a
-row. A block has time as its first axis, and holds up to the store's `max_length` steps; a field that is `per_row`
-(a task id, an embedding of the prompt) has no time and holds one value a row.
+A store is a table of rows. Each field is one column, which is a contiguous array of blocks of equal size. Each row has
+one block of each field. The first axis of a block is time, with room for `max_length` steps.
+
+A field that is `per_row` has no time axis and stores one value for each row. Examples are a task id, or an embedding of
+the prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ MAX_FIELDS = 64
 MAX_DIMS = 8
 MAX_AXIS = 2**31 - 1
 MAX_NAME_BYTES = 63
-#: Bytes that blocks, columns and buffers are aligned to: a cache line, and what a vector load takes.
+#: Alignment of blocks, columns and buffers in bytes: a cache line, and a vector load.
 ALIGNMENT = 64
 
 
@@ -150,7 +152,7 @@ def _is_name(name: object) -> bool:
 
 
 def check_max_length(fields: Mapping[str, Field], max_length: int | None) -> int:
-    """The longest row in steps: what was given, or 1 where no field has time.
+    """The longest row in steps: the given number, or 1 if no field has time.
 
     Raises:
         ArgumentError: absent though a field has time; shows the call to write. Or given though none has.
@@ -185,7 +187,7 @@ def stored_schema(fields: Mapping[str, Field], max_length: int) -> list[tuple[st
 
 
 def fields_of_stored(stored: Iterable[tuple[str, object, bool, Sequence[int]]]) -> tuple[dict[str, Field], int]:
-    """What `stored_schema` was made of: the fields, and the longest row in steps."""
+    """Inverse of `stored_schema`: the fields, and the longest row in steps."""
     fields: dict[str, Field] = {}
     max_length = 1
     for name, dtype, timed, shape in stored:
@@ -196,7 +198,7 @@ def fields_of_stored(stored: Iterable[tuple[str, object, bool, Sequence[int]]]) 
 
 
 def schema_difference(wanted: dict[str, Field], found: dict[str, Field]) -> str:
-    """The first difference between two schemas that are not the same, in words."""
+    """The first difference between two different schemas, in words."""
     for field, spec in wanted.items():
         if field not in found:
             return f"it has no field {field!r}"

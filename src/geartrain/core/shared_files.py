@@ -1,8 +1,16 @@
-"""Shared files: where segments live, and whose are opened (native/base/shared_file.h is the manual).
+"""Shared files: finds the directory of segments, and opens only files that untrusted users cannot write to.
 
-A file that others may write to can make whoever maps it read what they like, and SIGBUS when they truncate it. So a
-file is opened by its name only when it is a regular one, no symbolic link, and only those who are trusted may write to
-it: `"user"` (this process's user, and root), `"group"` (a group of this user as well), `"any"`.
+A process that maps a file is at the mercy of everyone who may write to the file. Such a user can change what the
+process reads, and can cause a SIGBUS by truncating the file. A file is therefore opened by name only if it is a regular
+file, not a symbolic link, and only trusted users may write to it. `trust` says which users are trusted:
+
+| trust | users |
+|---|---|
+| `"user"` | this process's user, and root |
+| `"group"` | also the members of a group that this user belongs to |
+| `"any"` | everyone |
+
+native/base/shared_file.h has the details.
 """
 
 from __future__ import annotations
@@ -29,7 +37,7 @@ def check_trust(trust: str) -> Trust:
 
 
 def segments_directory() -> Path:
-    """Where segments live: GEARTRAIN_DIR, or /dev/shm. All processes of a job need the same.
+    """The directory of segments: GEARTRAIN_DIR, or /dev/shm. All processes of a job need the same.
 
     Raises:
         SchemaError: GEARTRAIN_DIR is not an absolute path.
@@ -52,7 +60,7 @@ def shared_files(pattern: str, directory: Path | None = None) -> list[Path]:
 
 
 def room_in(path: Path) -> str:
-    """What a file system has left, for the error of a full one: "1,024 bytes are free", or "no inodes are free".
+    """The free space of a file system, for the error of a full one: "1,024 bytes are free", or "no inodes are free".
 
     Args:
         path: on it; the part of it that exists tells.
@@ -64,7 +72,7 @@ def room_in(path: Path) -> str:
 
 
 def cannot_make(path: Path, error: OSError, nbytes: int) -> GeartrainError:
-    """The error of a file of `nbytes` that could not be made in the directory of segments, with what to do."""
+    """The error, with its remedy, for a file of `nbytes` that could not be made in the directory of segments."""
     if error.errno in FULL:
         return NoSpaceError(
             f"{path} cannot be created: it needs {nbytes:,} bytes, and {room_in(path)} in {path.parent}. Remove "
@@ -90,5 +98,5 @@ def open_shared(path: Path, *, writable: bool = True, trust: Trust = "user") -> 
 
 
 def share_with(fd: int, trust: Trust) -> None:
-    """Lets those who are trusted open a new file."""
+    """Lets the trusted users open a new file."""
     _native.share_with(fd, trust)

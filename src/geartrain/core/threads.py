@@ -1,7 +1,7 @@
-"""Threads and events that a signal handler may use, even while the thread it interrupts is using the same one.
+"""Threads and events that a signal handler may use, even if it interrupts a thread that is using the same object.
 
-Every thread that geartrain starts is a `DaemonThread`. If the system has no more threads, `start` raises an error of
-geartrain. The caller then cleans up what the thread would have ended.
+Every thread that geartrain starts is a `DaemonThread`. If the system has no more threads, `start` raises
+`GeartrainError`. The caller then cleans up the state that the thread would have cleaned up.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 from geartrain.errors import GeartrainError
 
-#: The longest single wait of the main thread, in seconds. The kernel may hand a signal to any thread of the process, as
-#: it does when SIGCONT comes with it, and Python runs the signal's handler on the main thread once that is awake.
+#: The longest single wait of the main thread, in seconds. The kernel may deliver a signal to any thread of the process,
+#: for example if SIGCONT arrives with it. Python runs the handler on the main thread, once the main thread is awake.
 SIGNAL_S = 1.0
-# How often a join looks whether the thread has done its work.
+# Period in which a join checks whether the thread's work is done.
 _SLICE_S = 0.5
-# Of a thread that has done its work: for its last instructions.
+# Time for the last instructions of a thread whose work is done.
 _END_S = 0.25
 
 
 class DaemonThread(threading.Thread):
-    """A daemon thread whose join ends with its work.
+    """A daemon thread whose `join` returns when its work is done.
 
-    CPython before 3.13 has the thread's lock for an instant at the end of a join. A signal's handler that comes in
-    there, and joins as well, would wait for whom it interrupts: for its whole timeout, or for ever. So the thread says
-    itself that its work is over, and joins are made in slices.
+    Before version 3.13, CPython holds the thread's lock for an instant at the end of `join`. A signal handler that
+    runs in this instant and joins the thread waits for the code that it interrupted, until its timeout or for ever.
+    The thread therefore sets a flag when its work is done, and `join` waits in slices and reads the flag.
 
     Args:
         target: its work.
@@ -72,16 +72,16 @@ class DaemonThread(threading.Thread):
 
 
 def owns(lock: threading.RLock) -> bool:  # type: ignore[valid-type]
-    """Whether the calling thread has it: a signal's handler that has interrupted whoever took it does, too."""
+    """Whether the calling thread holds the lock. True also in a signal handler that interrupted the holder."""
     return bool(lock._is_owned())  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def held(lock: threading.RLock, timeout_s: float) -> Iterator[bool]:  # type: ignore[valid-type]
-    """Whether this thread has the lock, for which it waits `timeout_s` seconds at most, until the block ends.
+    """Holds the lock until the block ends. Yields whether it was acquired, after at most `timeout_s` seconds.
 
-    What a signal's handler raises between an `acquire` and the `try` behind it leaves a lock taken for ever. Here the
-    lock itself says whether it was taken, so that it is free once the exception's traceback is dropped.
+    If a signal handler raises between an `acquire` and the following `try`, the lock would stay taken for ever. Here
+    the lock itself tells whether it is taken, so it is free once the exception's traceback is dropped.
     """
     mine = owns(lock)
     try:
@@ -96,7 +96,7 @@ def held(lock: threading.RLock, timeout_s: float) -> Iterator[bool]:  # type: ig
 
 
 def refuse_within(lock: threading.RLock, what: str) -> None:  # type: ignore[valid-type]
-    """Raises `GeartrainError` where this thread has the lock: in a signal's handler, which has interrupted `what`."""
+    """Raises `GeartrainError` if this thread holds the lock: then a signal handler has interrupted the call `what`."""
     if owns(lock):
         raise GeartrainError(
             f"this thread is in the middle of {what}: a signal handler must not call it again until it returns"
@@ -104,11 +104,13 @@ def refuse_within(lock: threading.RLock, what: str) -> None:  # type: ignore[val
 
 
 class ReentrantEvent:
-    """`threading.Event` without a lock, of which a signal's handler may make any call, whatever call it interrupts.
+    """`threading.Event` without a lock. A signal handler may call any method, whichever call it interrupts.
 
-    `threading.Event` has a lock for an instant in `set`, and at both ends of `wait`. A handler that comes in there
-    and sets the event as well waits for whom it interrupts, for ever. Here a wait notes its own lock first and looks at
-    the flag then, and `set` sets the flag first and releases what is noted then, so that no wake-up is lost.
+    `threading.Event` takes a lock for an instant in `set`, and at both ends of `wait`. A handler that runs in this
+    instant and sets the same event would wait for the code that it interrupted, for ever.
+
+    Here `wait` first registers a lock of its own and then reads the flag. `set` first sets the flag and then releases
+    all registered locks. No wake-up is lost in this order.
     """
 
     def __init__(self) -> None:
@@ -120,7 +122,7 @@ class ReentrantEvent:
         return self._is_set
 
     def set(self) -> None:
-        """Ends all waits, and those that come."""
+        """Ends all present and future waits."""
         self._is_set = True
         for wait in tuple(self._waits):
             with contextlib.suppress(RuntimeError):  # it has been released already

@@ -1,12 +1,14 @@
-"""First uses of torch's operators, which a fork must not interrupt.
+"""Uses torch's operators once in advance, so that a fork does not interrupt their first use.
 
     find_operators()  # before a thread of geartrain's makes tensors
 
-An operator that is used for the first time is looked up without the GIL, in tables whose readers are counted, behind a
-guard that other threads wait for. A child that was forked by another thread in that instant keeps the count and the
-guard for ever: it hangs in its own first use, or at its end, where torch's libraries leave the tables
-(`c10::Dispatcher::cleanup`). So what batches are made with is used once before, and a fork waits for that. Operators
-that only the program uses are the program's.
+torch looks up an operator at its first use, without the GIL. The lookup counts the readers of a table, and takes a
+guard that other threads wait for. If another thread forks at this moment, the child keeps the count and the guard for
+ever. The child then hangs at its own first use of an operator. It can also hang at its end, when torch's libraries
+leave the tables (`c10::Dispatcher::cleanup`).
+
+`find_operators` therefore uses the operators that batches need once, and a fork waits until it is done. It does not
+cover operators that only the program uses.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import threading
 
 import numpy as np
 
-#: Held during first uses, less than a millisecond; a signal's handler may fork in between.
+#: Held during first uses, for less than a millisecond. Reentrant, because a signal handler may fork then.
 _looking = threading.RLock()
 _found = False
 
@@ -24,7 +26,7 @@ os.register_at_fork(before=_looking.acquire, after_in_parent=_looking.release, a
 
 
 def find_operators() -> None:
-    """Uses what batches are made with, once in a process. Needs torch."""
+    """Uses the operators that batches need, once in a process. Needs torch."""
     global _found
     if _found:
         return

@@ -1,16 +1,17 @@
-"""Trace of batches, calls and all-reduces in Chrome's trace-event format: GEARTRAIN_TRACE=FILE.
+"""Trace of batches, calls and all-reduces in Chrome's trace-event format. GEARTRAIN_TRACE=FILE turns it on.
 
     GEARTRAIN_TRACE=trace.json geartrain launch job.toml      # then open trace.json in Perfetto or chrome://tracing
 
-All processes of a host append to one file: a slice for each batch, call and all-reduce, and flows, which are arrows
-from a batch's making to its consumer, from a call to its execution and back, and from rank to rank. `%h` in the name is
-the host's name, for folders that hosts share.
+All processes of a host append to one file. Each batch, call and all-reduce is a slice. Arrows (flows) connect a batch's
+creation to its consumer, a call to its execution and back, and one rank to another. `%h` in the file name stands for
+the host's name. Use it if hosts share the folder.
 
-Without the variable each place costs one branch (`if trace.on`). With it events are kept in memory, at most `MOST` of
-them, and a thread appends them every `EVERY_S` seconds; what does not fit is counted and dropped, and an event says so.
+Cost. Without the variable, each traced place costs one branch (`if trace.on`). With it, the process keeps at most
+`MOST` events in memory, and a thread appends them to the file every `EVERY_S` seconds. Events that do not fit are
+dropped and counted. An event in the trace says how many.
 
-Times are CLOCK_MONOTONIC's in microseconds, the same for all processes of a host; each process's metadata has what is
-to be added for the wall clock, which `merge` does for files of several hosts.
+Times. Timestamps are CLOCK_MONOTONIC in microseconds, which all processes of a host share. The metadata of each process
+has the offset to the wall clock. `merge` adds it when it combines the files of several hosts.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ on: bool = False
 
 
 class _Recorder:
-    """Events of this process, on their way to the file."""
+    """The events of this process that are not in the file yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -88,7 +89,7 @@ class _Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Appends what there is: whole lines, in one write."""
+        """Appends the recorded events to the file: whole lines, in one write."""
         with self._lock:
             lines = [self.events.popleft() for _ in range(len(self.events))]
             if self.dropped:
@@ -184,7 +185,7 @@ def stop() -> None:
 
 
 def load(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The events of a trace, also of one that is still written, whose list has no end yet.
+    """The events of a trace. The trace may still be written, so that its list has no end yet.
 
     A line that a full disk has cut is left out.
 
@@ -249,7 +250,7 @@ def _wrong(event: dict[str, Any]) -> str:
 
 
 def _is_time(value: Any) -> bool:
-    """Whether it is a number of microseconds; not what JSON reads as NaN, Infinity or a number beyond a float's."""
+    """Whether it is a number of microseconds. NaN, Infinity and numbers beyond a float's range are not."""
     return isinstance(value, int | float) and abs(value) < 1e18
 
 

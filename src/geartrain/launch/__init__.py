@@ -1,4 +1,4 @@
-"""Launcher of distributed jobs: starts, supervises, restarts and ends the processes of a job on one host or several.
+"""Launcher of distributed jobs: starts, supervises, restarts and ends the processes of a job, on one host or several.
 
     import geartrain.launch as launch
 
@@ -11,13 +11,21 @@
         ],
     )
 
-`geartrain launch pendulum.py` runs it. `geartrain launch pendulum.toml` runs the same from a TOML file. Each function
-of a learner or an agent gets a `Context`: the job's store, weights and RPC node, and reports for the table. A script
-that is run as a command gets it from `launch.context()`.
+`geartrain launch pendulum.py` runs this job. `geartrain launch pendulum.toml` runs a job from a TOML file.
 
-The job ends when its learners return, when a process dies more often than `max_restarts` allows, at Ctrl-C, or at its
-time limit. In every case all processes end, and rows that were being written are freed. After a failure the store
-stays, and the next start adopts it. docs/launch.md has the details, and several hosts.
+The function of a learner or an agent gets a `Context` as its first argument. The context gives access to the job's
+store, weights and RPC node, and reports metrics to the table. A script that runs as a command gets its context from
+`launch.context()`.
+
+A job ends when:
+
+- its learners return
+- a process dies more often than `max_restarts` allows
+- you press Ctrl-C
+- its time limit is over
+
+In every case all processes end, and rows that were being written are freed. After a failure the store stays, and the
+next start adopts it. docs/launch.md has the details, also for several hosts.
 """
 
 from __future__ import annotations

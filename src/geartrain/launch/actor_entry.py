@@ -1,4 +1,4 @@
-"""Entry point of an actor pool's process: `python -m geartrain.launch.actor_entry`."""
+"""Entry point of a process of an actor pool: `python -m geartrain.launch.actor_entry`."""
 
 from geartrain.launch.actor_process import main
 

@@ -1,16 +1,16 @@
-"""Pool of actor processes: supervised, restarted when they die, and stopped.
+"""`ActorPool`: runs actors in processes, and supervises, restarts and stops them.
 
-Until an actor inserts rows, replays of the pool's store handle wait for them (`Store.expect_writers`).
+Start. Until an actor inserts rows, replays of the pool's store handle wait for rows (`Store.expect_writers`).
 
-A process that dies does not harm the store: rows that it was writing are freed, and rows that were selectable while
-they grew keep the steps they have. The pool's supervisor notices a death at once, has the store free the rows, and
-restarts the actor with another seed. The first death is logged as a warning.
+Restart. The pool's supervisor notices a death at once. It has the store free the rows that the actor was writing, and
+restarts the actor with another seed. Rows that were selectable while they grew keep the steps they have. The first
+death is logged as a warning.
 
-The pool gives up after too many deaths, or when one actor dies three times before it has inserted anything: its code is
-broken then. It stops all actors. Waits for rows end with an error that says why; `check` and the end of the pool raise
-`ActorDiedError` with the traceback.
+Giving up. The pool gives up after too many deaths. It also gives up if one actor dies three times before it has
+inserted anything, because its code must then be broken. It stops all actors, and waits for rows end with an error that
+names the cause. `check` and the end of the pool raise `ActorDiedError` with the traceback.
 
-When the process that made the pool dies, for whatever reason, the kernel kills its actors.
+If the process that made the pool dies, for whatever reason, the kernel kills the actors.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from geartrain.launch.supervisor import KILL_S, Supervisor
 from geartrain.store.recorder import check_steps
 from geartrain.store.store import Store
 
-#: As many processes as may have a store open.
+#: Limit of processes that may have a store open.
 MOST_ACTORS = 255
-#: An actor that steps ends in milliseconds; this is for what hangs.
+#: Time for an actor to end. One that steps ends in milliseconds; this limit is for one that hangs.
 STOP_S = 6.0
 #: Deaths of one actor without an insert in between, after which the pool gives up.
 BARREN_DEATHS = 3
@@ -51,10 +51,11 @@ _log = logging.getLogger(__name__)
 
 
 class ActorPool:
-    """Processes that act until they are stopped.
+    """Processes that run actors until the pool is stopped.
 
-    As a context manager, leaving it stops the actors, which end their episodes and keep the steps. Any thread may stop
-    it, more than once. It belongs to the process that made it: in a forked child `stop` does nothing.
+    As a context manager, the pool stops its actors at the end of the block. They end their episodes and keep the steps.
+    Any thread may call `stop`, more than once. The pool belongs to the process that made it: in a forked child `stop`
+    does nothing.
 
     Args:
         store: the store that they write to; they open it by its name.
@@ -311,7 +312,7 @@ class ActorPool:
 
 
 def _figures(pool: ActorPool) -> dict[str, Any]:
-    """For the process's report: whose counters are whose, by slot."""
+    """For the process's report: which counters belong to which actor, by slot."""
     return {
         "name": pool.store.name,
         "counters": pool.counters.name,
@@ -329,7 +330,7 @@ def _figures(pool: ActorPool) -> dict[str, Any]:
 
 
 class _ActorProcess(ChildProcess):
-    """An actor's process. It shares stdout and stderr with its parent; a traceback comes by a file of its own.
+    """The process of one actor. It shares stdout and stderr with its parent, and reports a traceback through a file.
 
     Attributes:
         barren: deaths since it last inserted something.

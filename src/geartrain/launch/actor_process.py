@@ -1,4 +1,4 @@
-"""Process of an actor pool: reads its task from stdin (actor_entry.py), and runs one actor."""
+"""The process of an actor pool: reads its task from stdin and runs one actor. actor_entry.py starts it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ importing_main = False
 
 @dataclass(frozen=True)
 class ActorTask:
-    """What the processes of an actor pool run.
+    """The task of an actor pool's processes.
 
     Attributes:
         store, counters: names of both; actor i has the counters' slot i.
@@ -53,7 +53,8 @@ class ActorTask:
 
 
 def task_bytes(task: ActorTask, number: int, restart: int, error_fd: int) -> bytes:
-    """Stdin of process `number`: what its interpreter needs to find the functions of the task, and the task, pickled.
+    """Stdin of process `number`: the data that its interpreter needs to find the task's functions, and the pickled
+    task.
 
     Raises:
         pickle.PicklingError, AttributeError: a function that a new process cannot find.
@@ -65,7 +66,7 @@ def task_bytes(task: ActorTask, number: int, restart: int, error_fd: int) -> byt
 
 
 def main() -> None:
-    """Runs one actor until its slot says stop; the traceback of an error goes to the pool."""
+    """Runs one actor until its slot says stop. Sends the traceback of an error to the pool."""
     preparation, number, restart, parent, error_fd = pickle.load(sys.stdin.buffer)
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are the pool's owner's affair
@@ -88,7 +89,7 @@ def main() -> None:
 
 
 def _end_on_sigterm(stopping: Callable[[], bool]) -> None:
-    """Of a pool that is being stopped SIGTERM ends this process as an exception does, wherever it is."""
+    """If the pool is being stopped, SIGTERM ends this process by an exception, wherever it is."""
 
     def end(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)
@@ -115,7 +116,7 @@ def _act(task: ActorTask, number: int, restart: int) -> None:
 
 
 def last_error(trace: str) -> str:
-    """The line of a traceback that says what was raised, with what to do about it; empty for no traceback."""
+    """The line of a traceback that has the error and its remedy; empty for no traceback."""
     lines = trace.splitlines()
     after = max((number for number, line in enumerate(lines) if line.startswith("  ")), default=-1) + 1
     if after >= len(lines):

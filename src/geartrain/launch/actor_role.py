@@ -1,4 +1,4 @@
-"""Actor processes: one actor's run, for `geartrain launch` (`actors`) and for `ActorPool`."""
+"""Runs one actor in its process, for `geartrain launch` (the role `actors`) and for `ActorPool`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from geartrain.launch.job import find
 from geartrain.launch.metrics import Reporter
 from geartrain.store.store import Store
 
-#: Between the seeds of neighbouring actors, which leaves room for the environments of each; and between restarts.
+#: Distance between the seeds of neighbouring actors, with room for the environments of each; and between restarts.
 _ACTOR_SEEDS, _RESTART_SEEDS = 1000, 1_000_003
 
 
@@ -47,7 +47,7 @@ class ActorContext:
 
 
 def actor_seed(seed: int, number: int, restart: int) -> int:
-    """Seed of actor `number` after `restart` restarts, different from those of all others: environment i adds i."""
+    """Seed of actor `number` after `restart` restarts. It differs from all other seeds. Environment i adds i."""
     return seed + _ACTOR_SEEDS * number + _RESTART_SEEDS * restart
 
 
@@ -64,7 +64,7 @@ def run_actor(
 ) -> None:
     """Steps environments into a store until `stopping()`, and reports after each step.
 
-    Where the store is a peer's that is lost, the actor goes on when it is there again: what was published stays.
+    If the store is a peer's and the peer is lost, the actor continues when the peer is back. Published steps stay.
 
     Args:
         context: number and seed of this actor.
@@ -121,7 +121,7 @@ def act(
     steps: int | None = None,
     **options: Any,
 ) -> None:
-    """What the processes of `launch.actors` run; see there."""
+    """Function that the processes of `launch.actors` run. See there."""
     number, restart = context.number, context.restart
     run_actor(
         ActorContext(number, context.processes, actor_seed(seed, number, restart), restart, job=context),

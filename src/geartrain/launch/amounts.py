@@ -1,4 +1,4 @@
-"""Checks of the amounts that a job's description asks schedulers for: processors, accelerators, memory."""
+"""Checks the numbers of processors and accelerators, and the memory, that a job's description asks schedulers for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_shared_memory(about: str, given: Any) -> dict[str, float]:
 
 
 def check_amount(about: str, what: str, value: Any, *, whole: bool = False) -> None:
-    """Raises `ArgumentError` for what is no amount of a resource. None is: it is not said."""
+    """Raises `ArgumentError` for an invalid amount of a resource. None is valid and means unspecified."""
     if value is None:
         return
     kinds = int if whole else int | float

@@ -1,4 +1,7 @@
-"""Context of a job's process: rank, store, weights, RPC node, reports. Outside of a launch, of a job of one process."""
+"""`Context`: gives a process of a job its rank, store, weights, RPC node and reports.
+
+Outside of `geartrain launch`, the context is that of a job with one process.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +48,9 @@ if TYPE_CHECKING:
 SPEC = "GEARTRAIN_PROCESS"
 #: Name of the coordinator's node on host 0, which keeps the addresses of the job's nodes.
 LAUNCHER = "geartrain.launch"
-#: In the job's name service: address of a reducer, by its process's name.
+#: Prefix of keys in the job's name service: the address of a reducer, by its process's name.
 REDUCER_KEY = "geartrain/reducer/"
-#: How long a process waits for the store of another host: that of the hosts to join, and of a learner to start.
+#: Longest wait for another host's store: the hosts have to join, and a learner has to start.
 REMOTE_STORE_S = 360.0
 #: Pause between attempts to open a store that does not exist yet.
 _RETRY_EVERY_S = 0.05
@@ -59,7 +62,7 @@ STORES = "store"
 
 @dataclass
 class ProcessSpec:
-    """What the launcher passes to a process, as JSON in its environment."""
+    """What the launcher tells a process about itself, as JSON in an environment variable."""
 
     job: str
     role: str
@@ -84,7 +87,9 @@ class ProcessSpec:
 
 
 class Context:
-    """A process's access to its job. Functions of a role get it as first argument, others from `launch.context()`.
+    """A process's access to its job.
+
+    The function of a role gets the context as its first argument. Other code gets it from `launch.context()`.
 
     Args:
         spec: set by the launcher; do not call the class itself.
@@ -460,7 +465,7 @@ class Context:
 
 
 class CoordinatorStore:
-    """Addresses of a job's nodes, kept by the coordinator on host 0, with the interface of a c10d store."""
+    """Addresses of a job's nodes, with the interface of a c10d store. The coordinator on host 0 keeps them."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -507,9 +512,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def context() -> Context:
-    """This process's context. Outside of a launch: that of the job "alone", whose reports go nowhere.
+    """This process's context. Outside of a launch, it is the context of a job "alone", whose reports go nowhere.
 
-    So a script runs by itself, and under `geartrain launch` as a command of a role.
+    A script can therefore run by itself, and under `geartrain launch` as a command of a role.
 
     Example:
         >>> from geartrain import launch

@@ -1,12 +1,12 @@
-"""Coordination of a job's launchers: name service for its nodes, join, and the end of the job on all hosts.
+"""Coordination of a job's launchers: a name service for RPC nodes, joining, and ending the job on all hosts.
 
-The launcher of host 0 has an RPC node with a known address, which keeps the addresses of the job's other nodes. The
-launchers of the other hosts join it; when the job ends on one host, it ends on all:
+The launcher of host 0 has an RPC node with a known address. It keeps the addresses of the job's other nodes. The
+launchers of the other hosts join it. When the job ends on one host, it ends on all:
 
     host i -> host 0   join(host, fingerprint)      done(host)      over(outcome, text)
     host 0 -> host i   over(outcome, text)
 
-A lost launcher is detected by the end of its connection, or by missing heartbeats.
+A launcher counts as lost when its connection ends, or when its heartbeats are missing.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from geartrain.launch.context import LAUNCHER, REDUCER_KEY
 from geartrain.launch.host_snapshot import take_snapshot
 from geartrain.launch.hosts import HostPosition
 
-#: How long the launchers of the other hosts have to join.
+#: Longest time for the launchers of the other hosts to join.
 JOIN_S = 300.0
 _REPLY_S = 30.0
-#: Function of every launcher: what its host has, for `geartrain top --all-hosts`.
+#: Function of every launcher: a snapshot of its host, for `geartrain top --all-hosts`.
 SNAPSHOT = "geartrain.launch.snapshot"
 _SNAPSHOT_S = 5.0
 
@@ -51,7 +51,7 @@ def job_secret(position: HostPosition) -> str:
 
 
 class Coordinator:
-    """A launcher's RPC node. Events of other hosts are put into `events`, and `wake` is called with each.
+    """A launcher's RPC node. It puts events of other hosts into `events`, and calls `wake` after each.
 
     Raises:
         ArgumentError: several hosts without a secret.
@@ -140,7 +140,7 @@ class Coordinator:
             self.node.call(LAUNCHER, "geartrain.launch.put", key, value, timeout_s=_REPLY_S)
 
     def known(self, key: str) -> str | None:
-        """What the job's name service has under a key by now. Raises `PeerLostError` when host 0 is gone."""
+        """The present value of a key in the job's name service. Raises `PeerLostError` if host 0 is gone."""
         if self.position.host == 0:
             with self.lock:
                 return self.names.get(key)

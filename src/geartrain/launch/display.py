@@ -1,4 +1,4 @@
-"""Display of a running job: a live table on a terminal, periodic lines elsewhere; launch.log has the lines.
+"""Display of a running job: a live table on a terminal, or a line at intervals elsewhere. launch.log has the lines.
 
 process   alive restarts  steps/s  rows/s  samples/s  waits  version behind  metrics
 
@@ -28,7 +28,7 @@ _LIVE_EVERY_S = 0.5
 
 @dataclass
 class JobView:
-    """What the display shows."""
+    """The values that the display shows."""
 
     elapsed_s: float
     processes: list[JobProcess]
@@ -88,7 +88,7 @@ def lines_of(view: JobView) -> list[RoleLine]:
 
 
 class Display:
-    """Lines, every `every_s` seconds; base of the live table. A context manager."""
+    """Prints lines every `every_s` seconds. A context manager, and the base class of the live table."""
 
     def __init__(self, job: str, every_s: float, prefix: str) -> None:
         self.job, self._every_s, self._prefix = job, every_s, prefix

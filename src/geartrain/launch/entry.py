@@ -1,4 +1,4 @@
-"""Entry point of a job's process: `python -m geartrain.launch.entry`, with its `ProcessSpec` in the environment."""
+"""Entry point of a job's process: `python -m geartrain.launch.entry`. The environment contains its `ProcessSpec`."""
 
 from __future__ import annotations
 

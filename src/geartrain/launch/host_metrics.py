@@ -1,7 +1,7 @@
-"""Metrics of a host for Prometheus: stores, processes, replays, RPC peers, groups and weights of one snapshot.
+"""Converts a snapshot of a host into Prometheus metrics: stores, processes, replays, RPC peers, groups and weights.
 
-`METRICS` lists the names; docs/monitoring.md has their labels. Where several objects have the same labels, such as two
-replays of one store in one process, counters are added up, and of gauges the largest counts.
+`METRICS` lists the names, and docs/monitoring.md the labels. Several objects can have the same labels, such as two
+replays of one store in one process. Their counters are then added up, and the largest of their gauges is shown.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Snapshot of a host: its stores, weights, jobs, and what its processes report of themselves, as plain data.
+"""Snapshot of a host as plain data: its stores, weights, jobs, and the reports of its processes.
 
     snapshot = take_snapshot()
     snapshot["stores"][0]["counters"]["inserted"]
 
-Everything is read without attaching, locking or writing: stores as `geartrain inspect` reads them, counters of jobs,
-reports (core/process_report.py) and /proc. What vanishes meanwhile is left out, and what is damaged, or another user's,
-is an entry with its name and an `error`. It costs a file opened for each store, weights, counters and process.
+A snapshot reads everything without attaching, locking or writing. It reads stores as `geartrain inspect` does, and the
+counters of jobs, the process reports (core/process_report.py) and /proc. Anything that vanishes meanwhile is left out.
+Anything that is damaged, or belongs to another user, becomes an entry with its name and an `error`. The cost is one
+opened file for each store, set of weights, counters and process.
 
     host, id, at_s, shm: {directory, bytes, free_bytes}
     stores     name, rows, capacity, bytes, clients [{pid, rows}], lock_holder, counters {..}, limiter {..}, age_s
@@ -79,7 +80,7 @@ def take_snapshot(trust: Trust = "user") -> dict[str, Any]:
 
 
 def _identity() -> str:
-    """The same for all that see the same segments: of this boot, and this folder."""
+    """An id that is equal for all processes that see the same segments. It has the boot and the folder."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -149,7 +150,10 @@ def _weights(trust: Trust) -> list[dict[str, Any]]:
 
 
 def _jobs(reports: list[ProcessReport]) -> list[dict[str, Any]]:
-    """Counters of jobs and pools; names of their processes by what launchers and pools report, if they do."""
+    """Counters of jobs and pools.
+
+    The names of their processes come from the reports of launchers and pools, if there are any.
+    """
     known = {
         one.figures.get("counters"): (report, one)
         for report in reports

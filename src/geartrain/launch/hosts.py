@@ -1,4 +1,4 @@
-"""Host discovery: position of this launcher among the hosts of a job: torchrun, Slurm, Kubernetes or arguments."""
+"""Finds this launcher's position among the hosts of a job, from torchrun, Slurm, Kubernetes or arguments."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from geartrain.transport.rendezvous import address_towards
 
 #: The ranks' rendezvous port by default; with Slurm a number from the job's id is added, for jobs that share a host.
 PORT = 29_500
-#: How long the names of a job's pods may take to be known to the others: those of pods that have not started are not.
+#: Longest wait for a pod's name to resolve: Kubernetes knows only the names of pods that have started.
 POD_NAME_S = 300.0
-#: What `geartrain generate kubernetes` puts into the environment of pods: hosts of the job, the first host of a group
-#: of pods, and host:port of host 0. Kubernetes adds JOB_COMPLETION_INDEX, a pod's number in its group.
+#: Variables that `geartrain generate kubernetes` sets in pods: hosts of the job, the first host of a group of pods,
+#: and host:port of host 0. Kubernetes adds JOB_COMPLETION_INDEX, a pod's number in its group.
 POD_HOSTS, POD_FIRST_HOST, POD_MASTER = "GEARTRAIN_HOSTS", "GEARTRAIN_FIRST_HOST", "GEARTRAIN_MASTER"
 
 
 @dataclass(frozen=True)
 class HostPosition:
-    """Position of a launcher among the hosts of a job, and the addresses of the rendezvous.
+    """A launcher's position among the hosts of a job, and the addresses of the rendezvous.
 
     Attributes:
         host: number of this host.

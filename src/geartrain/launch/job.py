@@ -1,4 +1,4 @@
-"""Job description: roles and their processes, from Python or from a TOML file."""
+"""`Job` and `Role`: the description of a job and its processes, from Python or from a TOML file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyErr
 from geartrain.launch.amounts import check_amount, check_shared_memory
 from geartrain.launch.role_hosts import HostTerms, check_classes, check_terms, class_names, resolve_hosts
 
-#: What a process runs: "module:function", "file.py:function", the function itself, or a command as a list of words.
+#: Target of a process: "module:function", "file.py:function", the function itself, or a command as a list of words.
 Target = str | Callable[..., Any] | Sequence[str]
 Kind = Literal["learner", "agent", "actor", "reducer", "other"]
 Keep = Literal["never", "on_failure", "always"]
-#: What the processes of `actors` and of `reducers` run.
+#: Targets of the processes of `actors` and `reducers`.
 ACT, REDUCE = "geartrain.launch.actor_role:act", "geartrain.launch.reducer_role:reduce"
 #: Kinds whose processes serve others: they must not end by themselves, and are stopped last.
 SERVERS = ("agent", "reducer")
@@ -36,7 +36,7 @@ _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True)
 class Role:
-    """Processes of a job that do the same. `learners`, `agents`, `actors` and `reducers` make the usual ones.
+    """Processes of a job that run the same code. `learners`, `agents`, `actors` and `reducers` make the usual roles.
 
     Attributes:
         name: name of the role; its processes are NAME-0, NAME-1, ...
@@ -490,7 +490,7 @@ def target_of(about: str, given: Any) -> str | list[str]:
 
 
 def find(target: str, directory: str = ".") -> Any:
-    """What a target names.
+    """The object that a target names.
 
     Raises:
         ArgumentError: there is no such module, file or name.

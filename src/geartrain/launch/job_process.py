@@ -1,4 +1,4 @@
-"""Process of a job: its specification, its log, and how its launcher starts it."""
+"""A process of a job: its specification, its log, and how its launcher starts it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from geartrain.launch.job import Job
 from geartrain.launch.placed_role import PlacedRole
 from geartrain.launch.process import ChildProcess, python_command
 
-#: Lines of its output that an error shows, of so many bytes at most.
+#: An error shows this many lines of the process's output, and at most this many bytes.
 LAST_LINES = 12
 _LAST_BYTES = 4096
-#: What torchrun or another launcher may have left in the environment; only learners are given their own.
+#: Variables that torchrun or another launcher may have left in the environment. Only learners get values of their own.
 RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -40,7 +40,7 @@ RANK_VARIABLES = (
 
 
 class JobProcess(ChildProcess):
-    """Process `number` of a role; the same object when it is started again.
+    """Process `number` of a role. The object stays the same when the process is restarted.
 
     Args:
         job, placed: what it belongs to.

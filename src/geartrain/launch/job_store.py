@@ -1,7 +1,7 @@
-"""Store of a job, as its launcher sees it: what an earlier run has left, its figures, and whether it stays.
+"""The launcher's view of a job's store: detects a store that an earlier run left, reads statistics, removes the store.
 
-Processes of the job create the store and use it; a launcher attaches to it, reclaims the rows of those that die, and
-keeps or removes it at the end, with the weights of the same name.
+The job's processes create and use the store. The launcher attaches to it, and reclaims the rows of processes that die.
+At the end it keeps or removes the store, and the weights of the same name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from geartrain.store.store import Store
 
 
 class JobStore:
-    """The store of a job on this host, once a process has made it.
+    """The store of a job on this host. The launcher attaches once a process has made it.
 
     Attributes:
         handle: the store, or None before there is one and after the job.
@@ -29,7 +29,7 @@ class JobStore:
         self._found = False  # one was there before, and no process of this job may have used it
 
     def check_old(self, *, fresh: bool) -> None:
-        """Removes what an earlier run has left, if the start is to be fresh; raises `StoreExistsError` if in use."""
+        """Finds the store of an earlier run. A fresh start removes it, or raises `StoreExistsError` if it is in use."""
         name = self._job.name
         with contextlib.suppress(StoreMissingError):
             left = Store.open(name, mode="r", adopt=True, trust=self._job.trust)

@@ -1,4 +1,4 @@
-"""JobSets for Kubernetes: a job's description as a manifest for `kubectl apply`.
+"""JobSets for Kubernetes: converts a job's description into a manifest for `kubectl apply`.
 
     geartrain generate kubernetes job.toml --image registry/pendulum:1 --hosts 3 > job.yaml
     kubectl apply -f job.yaml
@@ -11,8 +11,8 @@
         pod walk-host-2-0-0                   host 2
       headless service walk                   the pods' names, by which launchers and ranks find host 0
 
-A pod is a host: its processes share its /dev/shm, a memory volume, so that a store is one for all of them. Launchers
-find their position in the pod's environment (hosts.py).
+Each pod is one host. The processes of a pod share its /dev/shm, a memory volume, so they share one store. Launchers
+read their position from the pod's environment (hosts.py).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from geartrain.launch.hosts import POD_FIRST_HOST, POD_HOSTS, POD_MASTER, PORT
 from geartrain.launch.job import Job
 from geartrain.launch.resources import HostResources, host_resources
 
-#: Of the JobSets that are written.
+#: API version of the JobSets.
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
-#: Between SIGTERM and SIGKILL, beside the job's own `stop_s`: the launcher closes the store and writes its summary.
+#: Added to the job's `stop_s` between SIGTERM and SIGKILL: the launcher closes the store and writes its summary.
 GRACE_S = 15
-#: What Kubernetes adds to a Job's name for a pod's.
+#: Length that Kubernetes adds to a Job's name to name a pod.
 _SUFFIX = 6
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -152,7 +152,7 @@ def job_set(
 
 
 def manifest(made: Mapping[str, Any]) -> str:
-    """YAML of a JobSet, with a comment that says what else the cluster needs.
+    """YAML of a JobSet, with a comment that lists the cluster's other requirements.
 
     Args:
         made: what `job_set` returned.
@@ -179,7 +179,7 @@ def manifest(made: Mapping[str, Any]) -> str:
 
 
 def _groups(job: Job, hosts: Sequence[HostResources]) -> Iterator[tuple[str, int, int, HostResources]]:
-    """Consecutive hosts that need the same: name, first host, how many, what each needs."""
+    """Consecutive hosts with the same needs: name, first host, number of hosts, needs of each."""
     first = 0
     for needed, same in itertools.groupby(hosts):
         count = len(list(same))

@@ -1,6 +1,6 @@
-"""Launcher: the supervisor loop of a job on one host, from the start of its processes to the end of all.
+"""`Launcher`: runs a job on one host, from the start of its processes until all of them have ended.
 
-It has one thread, which starts all processes: the kernel kills them when that thread ends, however it does.
+One thread starts all processes and supervises them. If this thread ends, however it does, the kernel kills them.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from geartrain.launch.supervisor import Supervisor
 
 #: Period of the checks of heartbeats and time limits.
 TICK_S = 0.5
-#: A process's error that may be the effect of another host's is not the job's until this much later.
+#: Delay before a process's error ends the job, in case it is only the effect of an error on another host.
 CAUSE_S = 1.0
-#: Period until the job's store exists.
+#: Period of the loop until the job's store exists.
 _STORE_TICK_S = 0.05
-#: Schedulers signal every host, and some of them twice: what comes so soon after an interrupt is no second one.
+#: A signal within this time counts as the same interrupt, because some schedulers signal every host twice.
 SAME_SIGNAL_S = 0.5
-#: In the job's name service: address and port of the ranks' rendezvous, where host 0 has no ranks.
+#: Key in the job's name service for the address and port of the ranks' rendezvous, if host 0 has no ranks.
 _MASTER_KEY = "geartrain/launch/master"
 
 
 class Launcher:
-    """Runs one job on this host. `launch.run` makes one."""
+    """Runs one job on this host. `launch.run` makes the launcher."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Launcher:
         learner = next((each for each in self._placed if each.role.kind == "learner"), None)
         #: Hosts of the job's stores: the learners', or wherever a process makes one.
         self._store_hosts = range(position.hosts) if learner is None else learner.hosts
-        #: Where ranks 0, ... are; the first of them has their rendezvous, unless torchrun has it.
+        #: Hosts with ranks, in order. The first has the ranks' rendezvous, unless torchrun has it.
         self._rank_hosts = () if learner is None else learner.hosts
         self._reducers = [
             f"{each.role.name}-{number}"
@@ -287,7 +287,7 @@ class Launcher:
             self._finish("failed", f"the learners waited {JOIN_S:g} s for {', '.join(missing)}, and have not started")
 
     def _look_up_addresses(self) -> list[str]:
-        """What is not known yet, in words."""
+        """Looks up addresses, and says in words which are still unknown."""
         missing = []
         first = self._rank_hosts[0]
         if first not in (0, self.position.host) and not self.position.agent_store:
@@ -328,7 +328,10 @@ class Launcher:
         )
 
     def _end_all(self) -> None:
-        """SIGTERM to all, servers last; once more after half of `stop_s`; SIGKILL to those left at the end of it."""
+        """Sends SIGTERM to all, servers last, and again after half of `stop_s`.
+
+        Sends SIGKILL to the rest after `stop_s`.
+        """
         assert self._end is not None
         outcome, text = self._end
         self._coordinator.broadcast(

@@ -1,4 +1,4 @@
-"""Metrics of a job's processes: each writes its counters, the launcher reads them and derives rates and shares."""
+"""Metrics of a job's processes: each process writes counters, and the launcher derives rates and shares from them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from geartrain.core.counters import CounterSlot, SharedCounters
 from geartrain.errors import ArgumentError
 
-#: Totals, which go on counting when a process is started again.
+#: Totals, which continue when a process is restarted.
 COUNTS = ("steps", "samples", "rows", "episodes", "wait_s", "policy_s", "environment_s", "store_s")
 #: Columns of metrics that a process names itself: losses, returns.
 METRICS = tuple(f"own{i}" for i in range(16))
 COLUMNS = (*COUNTS, "version", "pid", "beat_s", "stop", "own", *METRICS)
-#: Rates are those of the last so many seconds.
+#: Rates are averages over the last seconds of this window.
 WINDOW_S = 5.0
 
 
 class Reporter:
-    """A process's side: writes counts and metrics to its slot.
+    """A process's side: writes counters and metrics to the process's slot.
 
     Args:
         slot: of this process; None outside of a launch, where reports go nowhere.
@@ -94,7 +94,7 @@ class ProcessMetrics:
 
 
 class MetricsReader:
-    """The launcher's side: reads all slots now and then, and keeps what rates need.
+    """The launcher's side: reads all slots at intervals, and keeps earlier values to compute rates.
 
     Args:
         counters: of the job.

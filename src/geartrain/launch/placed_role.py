@@ -1,13 +1,13 @@
-"""Placement of a job's roles on its hosts: which processes run where, and how they are numbered.
+"""Placement of a job's roles: which processes run on which host, and how they are numbered.
 
     host 0   learner-0 learner-1   store-0     the learners' stores are here
     host 1   learner-2 learner-3   store-1
     host 2   actor-0 actor-1                   no store: actor-0 writes to store-0, actor-1 to store-1
     host 3   actor-2 actor-3   reducer-0
 
-A host without learners has no store of the job. Where actors or others run on one, or the job asks for it
-(`Job.serve_stores`), every host with learners gets one more process, which serves its store (store_role.py). This
-process needs no learner, and keeps serving while learners restart.
+A host without learners has no store of the job. If a host without learners runs actors or other processes, each host
+with learners gets one more process, which serves its store (store_role.py). `Job.serve_stores` requests the same. This
+process does not depend on a learner, so it keeps serving while learners restart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from geartrain.errors import ArgumentError
 from geartrain.launch.context import STORES
 from geartrain.launch.job import Job, Role
 
-#: What the processes of the role "store" run, and how often those of a host may die.
+#: Target of the processes of the role "store", and how often the processes of a host may die.
 SERVE_STORE, STORE_RESTARTS = "geartrain.launch.store_role:serve", 10
 #: Its heartbeat timeout; it reports ten times a second.
 _SILENT_S = 60.0
@@ -47,7 +47,7 @@ class PlacedRole:
 
 
 def place(job: Job, hosts: int) -> list[PlacedRole]:
-    """The roles of a job on so many hosts, in their order; store servers last, if there are any.
+    """The roles of a job on this many hosts, in their order. Store servers come last, if there are any.
 
     Raises:
         ArgumentError: a role is to run on a host that is not there; a host has nothing to run; learners of several

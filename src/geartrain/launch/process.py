@@ -1,8 +1,8 @@
-"""Child processes: started, signalled, killed with all that they started, and reaped.
+"""Child processes: starts and signals them, kills them with all processes that they started, and reaps them.
 
-A child runs in a session of its own, so that a terminal's Ctrl-C reaches its parent only, and whatever it has started
-can be killed with it. Each is watched through a pidfd, which names the process also after its number was given to
-another one. One thread starts and reaps the children of a `Supervisor` (supervisor.py).
+Each child runs in a session of its own. A terminal's Ctrl-C therefore reaches only its parent, and the child can be
+killed with everything it has started. Each child is watched through a pidfd, which still identifies it after its pid
+was reused. One thread starts and reaps the children of a `Supervisor` (supervisor.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def python_command(module: str) -> list[str]:
 
 
 class ChildProcess:
-    """One child; the same object when it is started again.
+    """One child process. The object stays the same when the child is restarted.
 
     Attributes:
         name: for messages.
@@ -53,7 +53,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None while there is none."""
+        """Process id; None if no process runs."""
         return self._pid
 
     def spawn(
@@ -88,7 +88,7 @@ class ChildProcess:
         self.started_s = time.time()
 
     def ended(self) -> bool:
-        """Whether it has ended by now; then what is left of its session is killed, and the process reaped."""
+        """Whether the process has ended. If so, kills the rest of its session, and reaps the process."""
         if self._pid is None:
             return True
         try:

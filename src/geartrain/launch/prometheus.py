@@ -1,4 +1,4 @@
-"""Metrics of a host, and of a job's processes there, for Prometheus: read from shared memory at a scrape."""
+"""Serves the metrics of a host, and of a job's processes on it, to Prometheus. Each scrape reads shared memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from geartrain.launch.metrics import COUNTS, ProcessMetrics
 class PrometheusEndpoint(MetricsServer):
     """Serves the metrics of this host, and of a job's processes, until `close`.
 
-    Those of the host are `host_metrics.METRICS`. For each process of the job, by the label `process`: counters
-    `geartrain_job_steps_total`, `..._samples_total`, `..._rows_total`, `..._episodes_total`, and of seconds
-    `..._wait_seconds_total`, `..._policy_seconds_total`, `..._environment_seconds_total`, `..._store_seconds_total`;
-    gauges `geartrain_job_version` and, by the label `name`, `geartrain_job_metric`.
+    The host's metrics are `host_metrics.METRICS`. The metrics of each process of the job have the label `process`:
+
+    - counters `geartrain_job_steps_total`, `..._samples_total`, `..._rows_total`, `..._episodes_total`
+    - counters of seconds `..._wait_seconds_total`, `..._policy_seconds_total`, `..._environment_seconds_total`,
+      `..._store_seconds_total`
+    - gauges `geartrain_job_version` and, with the label `name`, `geartrain_job_metric`
 
     Args:
         read: returns the metrics of all processes, by name; None for those of the host alone. Called on the server's

@@ -1,4 +1,4 @@
-"""Environment variables of a job's processes: the secret for all; for ranks, those that torchrun sets as well."""
+"""Environment variables of a job's processes: all get the job's secret, and ranks also get torchrun's variables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from geartrain.launch.job_process import RANK_VARIABLES, JobProcess
 
 
 def environment_of(process: JobProcess, secret: str) -> dict[str, str]:
-    """This process's environment without the variables of a rank, and what every process of a job has."""
+    """This process's environment without a rank's variables, plus the variables that every process of a job has."""
     inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     inherited |= {"PYTHONUNBUFFERED": "1", "GEARTRAIN_SECRET": secret}
     if process.role.threads is not None:
@@ -29,7 +29,7 @@ def rank_environment(
     agent_store: bool,
     reducers: Sequence[str] | None,
 ) -> dict[str, str]:
-    """The same of a learner's rank.
+    """The environment of a learner's rank.
 
     Args:
         process: the rank, as it starts this time.
@@ -66,7 +66,7 @@ def rank_environment(
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody has at this moment."""
+    """A TCP port of 127.0.0.1 that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,14 +1,17 @@
-"""Jobs on Ray: a launcher on each of a job's nodes, as a Ray actor with the resources of all that runs there.
+"""Runs jobs on Ray: each node runs a launcher in a Ray actor, which has the resources of everything that runs there.
 
     from geartrain import launch
     from geartrain.launch.ray import run
 
     run(launch.load("walk.toml"), hosts=2)      # on the cluster that ray.init or RAY_ADDRESS has; else `address`
 
-`geartrain launch walk.toml --ray auto --hosts 2` is the same. Ray finds the nodes, one a host, by a placement group;
-the launchers start, watch and restart the processes as anywhere else, and ranks of a node see all of its accelerators.
-Each node has a store in its shared memory. Rows, weights and calls go by geartrain's own transports: through Ray go a
-job's description, a launcher's summary and one line of error, which are too small for its object store.
+`geartrain launch walk.toml --ray auto --hosts 2` does the same.
+
+Ray finds the nodes by a placement group, one node for each host. The launchers then start, watch and restart the
+processes as anywhere else. The ranks of a node see all of its accelerators. Each node has a store in its shared memory.
+
+Rows, weights and calls use geartrain's own transports. Only a job's description, a launcher's summary and one line of
+error go through Ray. They are too small for its object store.
 """
 
 from __future__ import annotations
@@ -40,11 +43,11 @@ from geartrain.launch.job import Job
 from geartrain.launch.resources import HostResources, host_resources
 from geartrain.launch.summary import Summary
 
-#: How long Ray has to find the nodes, and to start launchers on them.
+#: Longest time for Ray to find the nodes, and to start launchers on them.
 PLACE_S = 300.0
-#: For launchers to end after a failure or an interrupt, beside the job's `stop_s`: losses are noticed within 11 s.
+#: Time for launchers to end after a failure or interrupt, added to the job's `stop_s`. Losses are noticed within 11 s.
 END_S = 45.0
-#: For a cluster's port to answer, before Ray is asked to join it.
+#: Time for a cluster's port to answer, before Ray joins the cluster.
 ANSWER_S = 5.0
 _POLL_S = 0.2
 
@@ -127,7 +130,7 @@ def run(
 
 
 class _HostLauncher:
-    """The Ray actor of a node. `run` is on one of its threads, `interrupt` comes on another."""
+    """The Ray actor of a node. `run` occupies one of its threads; `interrupt` arrives on another."""
 
     def __init__(self) -> None:
         self._launcher: Any = None
@@ -227,7 +230,7 @@ def check_answers(address: str) -> None:
 
 
 def _bundle(needed: HostResources) -> dict[str, float]:
-    """What Ray is to find on one node."""
+    """The resources that Ray must find on one node."""
     found = {"CPU": float(needed.cpus)}
     if needed.gpus:
         found["GPU"] = float(needed.gpus)
@@ -274,7 +277,7 @@ def _make_launcher(ray: Any, group: Any, number: int, needed: HostResources) -> 
 def _wait_for_hosts(
     ray: Any, job: Job, actors: list[Any], runs: list[Any], signals: list[int]
 ) -> list[tuple[str, str, dict[str, Any]]]:
-    """What `run` of each host has returned; of those that are lost, that they are."""
+    """The result of `run` on each host; for a lost host, the fact that it is lost."""
     found: dict[int, tuple[str, str, dict[str, Any]]] = {}
     sent, until_s = 0, None
     while len(found) < len(runs):
@@ -297,7 +300,7 @@ def _wait_for_hosts(
     return [found[number] for number in range(len(runs))]
 
 
-#: In place of the name of an error's class: Ray has lost the launcher, or given it up.
+#: Stands for the name of an error's class if Ray has lost or abandoned the launcher.
 _LOST = "lost"
 
 

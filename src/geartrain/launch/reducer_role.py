@@ -1,4 +1,4 @@
-"""Reducer of a job: owns shares of the learners' all-reduces, on whichever hosts the role names."""
+"""The role "reducers" of a job: a process that owns shares of the learners' all-reduces, on any host."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import time
 from geartrain.collectives.reducer import Reducer
 from geartrain.launch.context import REDUCER_KEY, Context
 
-#: Between heartbeats.
+#: Period of heartbeats.
 _BEAT_S = 0.1
 
 
 def reduce(context: Context, window_bytes: int = 16 << 20, threads: int = 1) -> None:
-    """What the processes of `launch.reducers` run, until the job ends.
+    """Function that the processes of `launch.reducers` run, until the job ends.
 
-    The address, once for each thread, goes to the job's name service, from which the launchers of the learners have
-    it. Reports operations as steps, and GB received and ranks connected as metrics.
+    It publishes the reducer's address in the job's name service, once for each thread. The learners' launchers read it
+    there. It reports operations as steps, and GB received and ranks connected as metrics.
     """
     bind = "127.0.0.1:0" if context.hosts == 1 else "0.0.0.0:0"
     secret = os.environ.get("GEARTRAIN_SECRET", "").encode() or None

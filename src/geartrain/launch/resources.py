@@ -1,8 +1,9 @@
-"""Resources of a job's hosts, as schedulers are asked for them: processors, accelerators, memory, shared memory.
+"""Computes the resources of a job's hosts for schedulers: processors, accelerators, memory, shared memory.
 
-A role says what each of its processes needs (`Role.cpus`, `gpus`, `memory_gb`) and a job what its stores and weights
-take in the shared memory of a host (`Job.shared_memory_gb`). A host needs the sum over what runs there. `geartrain
-launch` itself allots nothing: Slurm (slurm.py), Kubernetes (kubernetes.py) and Ray (ray.py) do.
+A role states what each of its processes needs (`Role.cpus`, `gpus`, `memory_gb`). A job states the shared memory that
+its stores and weights need on a host (`Job.shared_memory_gb`). A host needs the sum over everything that runs on it.
+
+`geartrain launch` itself allocates nothing. Slurm (slurm.py), Kubernetes (kubernetes.py) and Ray (ray.py) do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from geartrain.launch.role_hosts import resolve_hosts
 
 @dataclass(frozen=True)
 class HostResources:
-    """What one host of a job needs.
+    """The resources that one host of a job needs.
 
     Attributes:
         roles: that run there, with how many processes each.
@@ -44,7 +45,7 @@ class HostResources:
 
 
 def host_resources(job: Job, hosts: int) -> list[HostResources]:
-    """What each host of a job on so many hosts needs, in order.
+    """The resources that each host of a job needs, in order of the hosts.
 
     Raises:
         ArgumentError: the job cannot be placed on so many hosts.

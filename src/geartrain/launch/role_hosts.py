@@ -1,4 +1,4 @@
-"""Hosts of roles: ranges and named classes of hosts, resolved for a job on so many hosts.
+"""Resolves the hosts that a role names, for a job with a given number of hosts.
 
 A role names its hosts by a list of terms, separated by commas:
 
@@ -19,7 +19,7 @@ from typing import Any
 from geartrain.core.arguments import shown
 from geartrain.errors import ArgumentError
 
-#: What a role or a class may be given: terms, or a list of host numbers.
+#: Hosts of a role or a class: terms, or a list of host numbers.
 HostTerms = str | Sequence[int]
 
 _RANGE = re.compile(r"(\d{1,6})(?:(-)(\d{1,6})?)?")

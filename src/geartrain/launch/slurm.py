@@ -1,11 +1,15 @@
-"""Batch scripts for Slurm: a job's description as a file for `sbatch`.
+"""Batch scripts for Slurm: converts a job's description into a file for `sbatch`.
 
     geartrain generate slurm job.toml --hosts 2 --option partition=gpu > job.sbatch
     sbatch job.sbatch
 
-The script asks for the hosts and for what the largest of them needs (resources.py), makes the secret that launchers
-and processes of several hosts share, and starts one launcher a host by `srun`. Launchers find their position among the
-hosts in the variables of their step (hosts.py).
+The script does three things:
+
+1. It requests the hosts, each with the resources that the largest host needs (resources.py).
+2. It generates the secret that launchers and processes of several hosts share.
+3. It starts one launcher on each host by `srun`.
+
+A launcher finds its position among the hosts in the variables of its Slurm step (hosts.py).
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ from geartrain.launch.coordinator import JOIN_S
 from geartrain.launch.job import Job
 from geartrain.launch.resources import host_resources
 
-#: Added to a job's own time limit, for Slurm's: launchers join, and processes are stopped.
+#: Added to the job's time limit to get Slurm's: time for launchers to join, and for processes to stop.
 MARGIN_S = JOIN_S + 60.0
-#: Options of sbatch that the number of hosts and the launchers decide.
+#: Options of sbatch that follow from the number of hosts and launchers.
 _OURS = ("nodes", "ntasks", "ntasks-per-node")
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 

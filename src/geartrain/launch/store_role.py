@@ -1,4 +1,4 @@
-"""Store server of a job: serves the store of a learners' host to the processes of hosts that have none."""
+"""Store server of a job: serves the store of a learners' host to processes on hosts without a store."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from geartrain.errors import WaitTimeoutError
 from geartrain.launch.context import Context
 from geartrain.store.store import Store
 
-#: Between heartbeats.
+#: Period of heartbeats.
 _BEAT_S = 0.1
 
 
 def serve(context: Context) -> None:
-    """What the processes of the role "store" run, until the job ends (placed_role.py).
+    """Function that the processes of the role "store" run, until the job ends (placed_role.py).
 
-    Waits for the learners of this host to create the store; those who need it say when they have waited too long.
-    Reports the rows that the store has taken in, by whomever.
+    It waits until the learners of this host have created the store. Processes that need the store have timeouts of
+    their own. It reports the rows that all processes have inserted into the store.
     """
     store = None
     while store is None:

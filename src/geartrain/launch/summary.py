@@ -1,4 +1,4 @@
-"""Summary of a job that is over: how it ended, totals of its processes, counts of its store."""
+"""`Summary`: how a job ended, the totals of its processes, and the counters of its store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Summary:
-    """How a job went on this host. `launch.run` returns it; summary.json in the job's folder has the same.
+    """The result of a job on this host. `launch.run` returns it. summary.json in the job's folder has the same content.
 
     Attributes:
         outcome: "finished", "failed", "interrupted" or "timed out".

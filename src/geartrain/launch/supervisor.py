@@ -1,12 +1,12 @@
-"""Supervisor: waits for child processes, reaps those that end, and kills those that must.
+"""`Supervisor`: waits for child processes, reaps those that end, and kills those that must end.
 
-Its owner's loop has one thread, which also starts the processes:
+One thread of the owner runs the loop. The same thread starts the processes:
 
     while ...:
         supervisor.wait(timeout_s)              # a process ended, `wake` was called, or the time is over
         for process in supervisor.reap(): ...   # start it again, or give up
 
-The kernel kills the processes when the thread that started them ends, however it does (`core.processes`).
+If the thread that started the processes ends, however it does, the kernel kills them (`core.processes`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from geartrain.core.threads import SIGNAL_S
 from geartrain.launch.process import ChildProcess
 
 P = TypeVar("P", bound=ChildProcess)
-#: How long a killed process has to end: one that does not hangs in the kernel.
+#: Time for a killed process to end. One that does not end hangs in the kernel.
 KILL_S = 10.0
 
 
 class Supervisor(Generic[P]):
-    """The processes of one owner. All methods but `wake` are for the owner's thread."""
+    """The processes of one owner. Only the owner's thread may call its methods, except `wake`."""
 
     def __init__(self, processes: Sequence[P]) -> None:
         self.processes = list(processes)

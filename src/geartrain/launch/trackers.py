@@ -1,13 +1,13 @@
-"""Callbacks for experiment trackers (TensorBoard, Weights & Biases): a host's metrics as curves of a run.
+"""Callbacks that log a host's metrics to an experiment tracker (TensorBoard, Weights & Biases).
 
     callback = TensorBoardCallback(SummaryWriter("runs/1"))
     for step, batch in enumerate(replay):
         ...
         callback(step)
 
-The metrics are those for Prometheus. A name is that of `host_metrics.METRICS`, followed by the labels:
-`geartrain/store_rows/hopper`. Counters become rates per second since the snapshot before, so they appear from the
-second snapshot on.
+The metrics are the same as for Prometheus. A curve's name is the name in `host_metrics.METRICS`, followed by the
+labels: `geartrain/store_rows/hopper`. A counter becomes a rate per second since the previous snapshot, so it appears
+from the second snapshot on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_STEPS = 2**63 - 1
 
 
 class TrackerCallback:
-    """Passes a host's metrics to a function, at most once in `every_s` seconds. Use one from one thread.
+    """Passes a host's metrics to a function, at most once in `every_s` seconds. Call it from one thread only.
 
     Args:
         write: function of the scalars by name and the step.

@@ -9,22 +9,23 @@
     rpc.call_async("learner", add, 1, 2).result()      # a registered function stands for its name
     await rpc.call_async("learner", add, 1, 2)
 
-The calls of one client run in the order in which it made them, one after the other. Calls of different clients run
-concurrently. `@rpc.function(concurrent=True)` opts out of the order.
+Order. The server runs the calls of one client one after the other, in the order in which the client made them. Calls
+of different clients run concurrently. `@rpc.function(concurrent=True)` exempts a function from this order.
 
-Python runs one thread at a time, so only one function begins at a time (`max_running`). The next one begins when a
-function returns, has run for 5 ms, waits for a call of its own, or is cancelled at its deadline. Batched and `async
-def` functions count as returned at once, and an `async def` needs no thread.
+Concurrency. Python runs one thread at a time, so by default only one function starts at a time (`max_running`). The
+next function starts when the current one returns, has run for 5 ms, waits for a call of its own, or is cancelled at its
+deadline. Batched functions and `async def` functions count as returned at once. An `async def` function needs no
+thread.
 
-Every wait has a deadline. If a peer is lost, its calls fail with `PeerLostError` and `on_peer_lost` is called. The next
-call finds a peer that was restarted under its name.
+Deadlines and lost peers. Every wait has a deadline. If a peer is lost, calls to it fail with `PeerLostError`, and
+`on_peer_lost` is called. The next call finds a peer that was restarted under the same name.
 
-Functions are addressed by name. Values are encoded by `geartrain.transport.codec`, which executes nothing. If every
-peer has the same `secret`, other Python objects and unregistered functions are sent by pickle; `pickle=False` forbids
+Encoding. Functions are addressed by name. `geartrain.transport.codec` encodes values, and decoding executes no code. If
+every peer has the same `secret`, pickle sends other Python objects and unregistered functions. `pickle=False` forbids
 this.
 
-The calling thread itself sends the call and receives its reply (native/transport/rpc/pending_calls.h). At the other
-side a waiting thread runs the function and replies (native/transport/rpc/inbox.h).
+Threads. The calling thread itself sends the call and receives the reply (native/transport/rpc/pending_calls.h). On the
+server, a thread that waits for messages runs the function and replies (native/transport/rpc/inbox.h).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Dynamic batching: calls of one function gathered and executed together; replies that are completed later."""
+"""Dynamic batching: collects calls of one function and runs them as one batch.
+
+`PendingReply` is the reply of a call that is completed later, by another thread.
+"""
 
 from __future__ import annotations
 
@@ -69,10 +72,11 @@ class PendingReply:
 
 
 class Batcher:
-    """Gathers calls of one function and runs it for all of them.
+    """Collects calls of one function and runs the function once for all of them.
 
-    The thread whose call fills a batch runs it, without a switch to another; timer threads run those that did not fill
-    in time. One of them is always free, up to `_MAX_TIMERS` in all, so that a batch that never returns delays no other.
+    The thread whose call fills a batch runs the batch, without a thread switch. Timer threads run the batches that did
+    not fill in time. One timer thread is always free, so a batch that never returns does not delay others. There are at
+    most `_MAX_TIMERS` of these threads.
     """
 
     def __init__(
@@ -267,7 +271,7 @@ def _alike(
 
 
 def _form(value: Any) -> Any:
-    """What is the same for values that are stacked. Raises nothing: calls that wait would not be answered."""
+    """The properties that stacked values must share. Never raises, or waiting calls would get no reply."""
     import numpy as np
 
     if isinstance(value, (np.ndarray, np.generic)):

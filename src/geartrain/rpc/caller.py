@@ -1,4 +1,4 @@
-"""Type of the first argument of functions registered `with_caller`."""
+"""`Caller`: tells a function registered `with_caller` which peer called it."""
 
 from __future__ import annotations
 

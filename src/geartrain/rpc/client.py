@@ -1,4 +1,4 @@
-"""Client side of one peer: the connection to it, calls, and their replies."""
+"""Client side of one peer: the connection to the peer, the calls sent over it, and their replies."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class Client:
             trace.slice_of("reply", "rpc", arrived_s, time.perf_counter(), flow_in=arrow, peer=self.name)
 
     def flow(self, tag: int) -> str:
-        """The arrow of a call, the same on the other side (`ServerSession.flow`)."""
+        """The trace arrow of a call. The server uses the same one (`ServerSession.flow`)."""
         return f"{self.caller}>{self.name}:{tag}"
 
     def drop(self, tag: int) -> None:
@@ -204,7 +204,7 @@ class Client:
         raise remote_error(value[0], value[1], value[2], self.name)
 
     def named(self, error: GeartrainError) -> GeartrainError:
-        """The same error; one of a lost peer with the peer's name."""
+        """The same error. The error of a lost peer gets the peer's name."""
         if type(error) is PeerLostError:
             return PeerLostError(f"{self.name!r} is lost: {error}")
         return error.with_traceback(None)

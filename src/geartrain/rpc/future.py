@@ -1,4 +1,4 @@
-"""Futures: results of asynchronous calls, to be waited for, awaited or called back."""
+"""Futures: results of asynchronous calls. A program can wait for a future, await it, or add a callback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from geartrain.rpc.running import about_to_wait
 
 #: A reply: its kind, value and tag, and in a trace the `time.perf_counter()` before it was decoded, else 0.
 Reply = tuple[int, Any, int, float]
-#: In place of a reply's kind: its value is what encoding the call, or decoding the reply, has raised.
+#: Stands for a reply's kind if encoding the call or decoding the reply raised an error, which is the value.
 CODEC_ERROR = -1
 
 
@@ -50,9 +50,9 @@ class ReplySource(Protocol):
 class Future:
     """Result of a call that was sent. Wait for it with `result`, or `await` it.
 
-    Any thread and any signal handler may use it, even while another thread waits. If its node is closed first, it ends
-    with `ConnectionClosedError`; so does an unfinished one in a forked child. Dropping a future does not cancel its
-    call.
+    Any thread and any signal handler may use a future, even while another thread waits for it. If the node is closed
+    first, the future ends with `ConnectionClosedError`. In a forked child, an unfinished future ends in the same way.
+    Dropping a future does not cancel its call.
 
     Args:
         source, tag, until_s: set by `Node.call_async`, which makes the object.
@@ -103,7 +103,7 @@ class Future:
             del error, self  # the traceback holds this frame, and would hold the connection
 
     def exception(self, *, timeout_s: float | None = None) -> BaseException | None:
-        """Waits as `result` does, and returns what it would raise; None if it would return.
+        """Waits as `result` does, and returns the exception that `result` would raise, or None.
 
         Args:
             timeout_s: as for `result`.
@@ -230,9 +230,9 @@ class Future:
         return True
 
     def add_done_callback(self, callback: Callable[[Future], object]) -> None:
-        """Calls a function with this future when it is done; at once if it is done already.
+        """Calls a function with this future when it is done, or at once if it is done already.
 
-        It runs on a thread of the node or on one that waits for the future. What it raises is printed.
+        The function runs on a thread of the node, or on a thread that waits for the future. Its exceptions are printed.
 
         Args:
             callback: function of this future.
@@ -273,7 +273,7 @@ class Future:
 
 
 def _call_back(callback: Callable[[Future], object], future: Future) -> None:
-    """What it raises must not end the thread, which other futures wait for."""
+    """Runs a callback. Its exception must not end the thread, because other futures wait for the thread."""
     try:
         callback(future)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Lifetime of a node: open until it is closed, in the process that made it, and waits that its end cuts short."""
+"""Lifetime of a node: checks that a node is open and was made in this process, and ends its waits when it is closed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from geartrain.errors import ConnectionClosedError, WaitTimeoutError
 
 T = TypeVar("T")
 
-#: Work that waits until a deadline ends so long after it at most, and knows better than its caller what was missing.
+#: Work may end this long after its deadline, because its own error says best what was missing.
 _LATE_S = 5.0
 
 
 class Lifetime:
-    """Of the node `name`. Any thread may call, also from the handler of a signal."""
+    """Lifetime of the node `name`. Any thread and any signal handler may call its methods."""
 
     def __init__(self, name: str) -> None:
         self.ended = False
@@ -50,9 +50,9 @@ class Lifetime:
     def wait_for(self, work: Callable[[], T], until_s: float, what: str) -> T:
         """What `work` returns or raises; `ConnectionClosedError` once the node is closed.
 
-        A store that is waited for, and a peer that is dialled, know nothing of `close`: a thread of its own waits. It
-        does not begin where this is a signal's handler that has come while its thread was starting another one, for
-        `threading` has a lock then.
+        `work` runs on a thread of its own, because a wait for a store or a dialled peer does not notice `close`. The
+        thread cannot start in a signal handler that has interrupted the start of another thread, because `threading`
+        holds a lock then.
 
         Args:
             work: ends by itself at `until_s`, in `time.monotonic()`; raises `WaitTimeoutError` when it does not.

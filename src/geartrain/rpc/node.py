@@ -1,4 +1,4 @@
-"""RPC node: one process among its peers, which finds them, calls them and is called by them."""
+"""RPC node: a process's endpoint, which finds peers, calls their functions, and serves its own functions to them."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ from geartrain.transport.connection import TRANSPORTS, Listener, MessageLimits, 
 from geartrain.transport.rendezvous import Directory
 from geartrain.transport.tls import TLS
 
-#: Longest wait for a sign of the node that has a name already.
+#: Longest wait for an answer of the node that already has a name.
 _PROBE_S = 5.0
 
 
 class Node:
-    """This process among its peers: it calls their functions and serves its own.
+    """RPC endpoint of this process: calls functions of its peers and serves its own.
 
-    `rpc.init` makes the node that the functions of `geartrain.rpc` use. Any thread may use it and close it, more than
-    once and during other calls. `close` returns within two seconds. Calls that wait then end with
-    `ConnectionClosedError`, and calls of peers to this node with `PeerLostError`. A forked child cannot use its
-    parent's node. The interpreter closes it at its exit.
+    `rpc.init` makes the node that the functions of `geartrain.rpc` use. Any thread may use a node. `close` may be
+    called more than once, also during other calls, and returns within two seconds. Calls that wait at that time end
+    with `ConnectionClosedError`. Calls from peers to this node end with `PeerLostError`. A forked child cannot use its
+    parent's node. The interpreter closes the node at exit.
 
     Examples:
         >>> from geartrain import rpc
@@ -208,7 +208,7 @@ class Node:
             raise
 
     def why_not_gone(self, address: str) -> str | None:
-        """Internal: why it is not proven that nobody is at a node's address any more; None if it is."""
+        """Internal: why a node may still be alive at an address. None if it is proven to be gone."""
         check_text("an address", address)
         try:
             _native.connect(address, {**self._options, "transport": ""}, min(self.timeout_s, _PROBE_S)).close()

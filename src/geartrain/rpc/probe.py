@@ -1,4 +1,4 @@
-"""Functions that every node serves for connectivity probes: `geartrain doctor --peer`."""
+"""Functions that every node registers so that `geartrain doctor --peer` can test the connection to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of messages between nodes. The side that connected sends calls, the side that listened sends replies.
+"""Message kinds of the RPC protocol. The side that connected sends calls, the side that listened sends replies.
 
 HELLO        the client's name, the first message of a connection
 CALL         (name of a function, args, kwargs)
@@ -8,9 +8,11 @@ CANCEL       cancels the call with the same tag
 RESULT       what the function returned
 ERROR        (type's name, text, traceback), three strings
 
-With the bit OUT_OF_BAND the value is (value, bundles of tensors that are transferred out of band): tensors/endpoint.py.
-The kind of a call has its timeout in the bits above the lowest eight, in hundredths of a second from its arrival: the
-server cancels the call then, whether the client still says so or not.
+If the bit OUT_OF_BAND is set, the value is a pair (value, bundles). The bundles describe tensors that are transferred
+out of band (tensors/endpoint.py).
+
+The kind of a call also contains its timeout, in the bits above the lowest eight. The unit is a hundredth of a second,
+counted from the call's arrival. The server cancels the call at that time, even if it gets no CANCEL.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Publish and subscribe: topics of one node, and callbacks for topics of its peers."""
+"""Publish and subscribe: topics that this node publishes, and callbacks for topics of its peers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUBSCRIBE, UNSUBSCRIBE, DELIVER = (f"geartrain.rpc.{name}" for name in ("subscri
 
 
 class Publishes(Protocol):
-    """A node, as far as topics need it."""
+    """The part of a node that topics use."""
 
     name: str
     address: str
@@ -40,11 +40,11 @@ class Publishes(Protocol):
 
 
 class Topic:
-    """Values that this node publishes under a name, numbered from 0. `Node.topic` opens one.
+    """A named sequence of values that this node publishes, numbered from 0. `Node.topic` opens one.
 
-    A value goes to each subscriber as one message, in order. Later subscribers get the newest `history` values first. A
-    subscriber that is lost, or takes nothing for `timeout_s`, is removed. Any thread and any signal handler may
-    publish. On a closed node, or in a forked child, a value reaches nobody.
+    Each subscriber gets every value as one message, in order. A new subscriber first gets the newest `history` values.
+    A subscriber that is lost, or accepts nothing for `timeout_s`, is removed. Any thread and any signal handler may
+    publish. On a closed node, or in a forked child, a published value reaches nobody.
 
     Args:
         node, name, history, timeout_s: as for `Node.topic`, which makes the object.
@@ -147,7 +147,7 @@ class Topic:
 
 
 class Topics:
-    """A node's own topics, and those of others that it has subscribed to."""
+    """The topics that a node publishes, and its subscriptions to topics of its peers."""
 
     def __init__(self, node: Publishes) -> None:
         self._node = node

@@ -1,4 +1,4 @@
-"""Registry of the functions of this process that peers may call, by name."""
+"""Registry of this process's functions that peers may call by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from geartrain.rpc.stats import BatchDone, BatchStats
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: By name; the name of a function; those that need not keep order; those that get an `rpc.Caller` first.
+#: Functions by name; names by function; functions that run out of order; functions that get an `rpc.Caller` first.
 functions: dict[str, Callable[..., Any]] = {}
 names: dict[Callable[..., Any], str] = {}
 concurrent_functions: set[Callable[..., Any]] = set()

@@ -1,4 +1,4 @@
-"""Objects that a peer keeps for a client: handles on the client's side, and the functions that it calls."""
+"""Remote objects: a server keeps an object for a client, and the client calls its methods through a handle."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MAKE, METHOD, DROP = "geartrain.rpc.make", "geartrain.rpc.method", "geartrain.rp
 
 
 class Calls(Protocol):
-    """A node, as far as handles need it."""
+    """The part of a node that handles use."""
 
     def call(self, peer: str, function: str, /, *args: Any, timeout_s: float | None = None) -> Any:
         """The result of a peer's function."""
 
     def call_async(self, peer: str, function: str, /, *args: Any, timeout_s: float | None = None) -> Future:
-        """The same as a `Future`."""
+        """As `call`, but returns a `Future`."""
 
     def tell(self, peer: str, function: str, /, *args: Any, timeout_s: float | None = None) -> None:
         """A call without a reply."""
@@ -57,7 +57,7 @@ class Remote:
         self._node, self.peer, self._number = node, peer, number
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """Calls a method of the object and waits for the result. Errors are those of `Node.call`.
+        """Calls a method of the object and waits for the result. Raises the same errors as `Node.call`.
 
         Args:
             method: name of the method.

@@ -1,4 +1,7 @@
-"""The call that each thread executes, for code below the scheduler that is about to block."""
+"""Records which RPC call the current thread executes.
+
+Code that is about to block uses it to yield the call's turn.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Protocol
 
 
 class RunsCalls(Protocol):
-    """What executes a client's call in this thread: `session.Worker`."""
+    """The object that executes a client's call in this thread: `session.Worker`."""
 
     def before_wait(self) -> None:
         """The call's function is about to wait for a call of its own."""
@@ -17,14 +20,14 @@ class _Current(threading.local):
     worker: RunsCalls | None = None
 
 
-#: `current.worker`: what executes a call in this thread, or None; set by the scheduler.
+#: `current.worker`: the worker that executes a call in this thread, or None. The scheduler sets it.
 current = _Current()
 
 
 def about_to_wait() -> None:
-    """Yields this thread's turn before a wait: the client's next call may be what the wait is for.
+    """Yields the call's turn before this thread waits, because it may wait for the same client's next call.
 
-    The call no longer counts among those that `max_threads` bounds, either.
+    The call also stops counting against `max_threads`.
     """
     worker = current.worker
     if worker is not None:

@@ -1,18 +1,21 @@
-"""Order and concurrency of calls: which of them may run now, in which thread, and which wait.
+"""Scheduler of a server: decides which calls run now, in which thread, and which calls wait.
 
-Four rules, all of them decided here under one lock:
+It follows four rules, under one lock:
 
-1. Order. A session's calls run one after the other, in the order in which they came. One worker has the session's turn;
-   further calls wait in `session.queue`. The turn passes to the next call when a function returns, is about to wait for
-   a call of its own (`about_to_wait`), or is cancelled. Functions registered `concurrent` take no turn.
-2. Threads. At most `max_threads` workers run functions; further ones wait in the backlog. A worker whose function waits
-   for a call of its own, or whose call was cancelled, no longer counts: another takes its place, up to `_MAX_ASIDE`.
-3. Receivers. The threads that wait for messages execute the calls themselves, so that a quick reply costs no switch
-   between threads. There is one more of them than `max_threads`, which only queues calls, so that cancellations and
-   lost clients are noticed however long the functions take.
-4. Bounds. A session's queue and the backlog take so many calls and bytes, then `BusyError`.
+1. Order. A session's calls run one after the other, in the order in which they arrived. One worker holds the session's
+   turn, and further calls wait in `session.queue`. The turn passes to the next call when the worker's function
+   returns, is cancelled, or is about to wait for a call of its own (`about_to_wait`). Functions registered `concurrent`
+   take no turn.
+2. Threads. At most `max_threads` workers run functions. Further calls wait in the backlog. A worker stops counting when
+   its function waits for a call of its own, or when its call was cancelled. Another worker then takes its place. At
+   most `_MAX_ASIDE` workers may be uncounted.
+3. Receivers. The threads that receive messages also execute the calls, so a quick reply needs no thread switch. There
+   is one receiver more than `max_threads`, and the last one only queues calls. The server therefore notices
+   cancellations and lost clients however long the functions take.
+4. Bounds. A session's queue and the backlog accept a limited number of calls and bytes. Calls beyond it get a
+   `BusyError`.
 
-How many functions begin at once (`max_running`) is the native inbox's: it hands out the next message only then.
+The native inbox limits how many functions start at once (`max_running`), by when it delivers the next message.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from geartrain.rpc.running import current
 from geartrain.rpc.session import Call, ServerSession, Worker
 from geartrain.rpc.threads import ThreadGroup
 
-#: Workers that do not count: their functions wait for calls of their own, or were cancelled and do not return.
+#: Most workers that do not count, because their function waits for a call of its own or was cancelled.
 _MAX_ASIDE = 1024
 
 
@@ -102,7 +105,7 @@ class Scheduler:
             return self._begin(worker)
 
     def run(self, worker: Worker) -> None:
-        """Executes a worker's call in this thread, those of its session that come meanwhile, and then the backlog."""
+        """Executes a worker's call in this thread, then later calls of its session, and then the backlog."""
         following: Worker | None = worker
         while following is not None:
             current.worker = following
@@ -129,7 +132,7 @@ class Scheduler:
         self._start(first, second)
 
     def drop(self, session: ServerSession) -> None:
-        """The client is gone: its calls do not begin, and those that run no longer hold up others."""
+        """The client is gone. Its waiting calls do not start, and its running calls no longer delay other calls."""
         with self._lock:
             session.queue.clear()
             session.queued_bytes = 0
@@ -230,7 +233,7 @@ class Scheduler:
     # --- taking the lock --------------------------------------------------------------------------------------------
 
     def _next(self, worker: Worker) -> Worker | None:
-        """What a worker's thread goes on with when its call has ended."""
+        """The next call for a worker's thread when its call has ended."""
         call = worker.call
         session = call.session
         with self._lock:

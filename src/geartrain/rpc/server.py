@@ -1,4 +1,4 @@
-"""Server side of a node: accepts clients, receives their messages, executes calls and replies."""
+"""Server side of a node: accepts clients, receives their messages, executes the calls, and replies."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from geartrain.transport.connection import Listener
 
 T = TypeVar("T")
 
-#: Characters of an error's text, and of its traceback, that are sent.
+#: Most characters of an error's text, and of its traceback, that are sent.
 _MOST_TEXT = 64 << 10
-#: How often calls are looked for whose deadline has passed.
+#: Period of the check for calls whose deadline has passed.
 _EXPIRE_EVERY_S = 0.25
 
 
 class Server:
     """Serves the clients that connect to a listener, until it is closed.
 
-    Its threads receive messages from the inbox of all clients, and execute the calls in them where the scheduler says
-    so; else the calls wait (scheduler.py).
+    All clients share one inbox. The server's threads receive messages from it. If the scheduler permits, the receiving
+    thread executes the call; otherwise the call waits (scheduler.py).
 
     Args:
         node: the `Node`, for functions registered `with_caller`.
@@ -107,7 +107,7 @@ class Server:
 
     @property
     def sessions(self) -> list[ServerSession]:
-        """Those of the clients that are connected."""
+        """The sessions of the connected clients."""
         return list(self._sessions.values())
 
     def watch(self, connection: _native.Connection) -> int:
@@ -254,7 +254,7 @@ class Server:
     def _schedule(
         self, session: ServerSession, kind: int, word: int, tag: int, nbytes: int, value: Any
     ) -> Worker | None:
-        """Schedules a message: a worker if its call may run now. Raises what the client gets as error."""
+        """Schedules a message, and returns a worker if its call may run now. Raises the error that the client gets."""
         if kind == HELLO:
             session.name = str(value)
             return None
@@ -378,7 +378,7 @@ async def _ending_itself_alone(coroutine: CoroutineType[Any, Any, T]) -> T:
 
 
 class _ExitError(Exception):
-    """A function's SystemExit or KeyboardInterrupt, on its way through asyncio."""
+    """Carries a function's SystemExit or KeyboardInterrupt through asyncio."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -386,7 +386,7 @@ class _ExitError(Exception):
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop, closing: ReentrantEvent) -> None:
-    """Until the server closes: then what still runs in it is cancelled. Functions cannot end it for others."""
+    """Runs the event loop until the server closes, then cancels running functions. A function cannot end the loop."""
     asyncio.set_event_loop(loop)
     try:
         while not closing.is_set():
@@ -419,7 +419,7 @@ def _described(error: BaseException) -> tuple[str, str, str]:
 
 
 def _cut(text: str) -> str:
-    """The text, or its beginning and how long it is: an error must reach its caller, whatever it says."""
+    """The text, or its beginning and its length if it is too long. Every error must fit into a reply."""
     if len(text) <= _MOST_TEXT:
         return text
     return f"{text[:_MOST_TEXT]}... (cut here; the text has {len(text):,} characters)"

@@ -12,7 +12,7 @@ import geartrain._native as _native
 from geartrain.rpc.batching import PendingReply
 from geartrain.rpc.tensors.receiver import TensorReceiver
 
-#: Of objects that are kept for clients: a handle from a lost connection, or of an earlier process, names nothing.
+#: Numbers of kept objects start at random, so a handle of a lost connection or earlier process names no object.
 _numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
 
 
@@ -30,7 +30,7 @@ class Call(NamedTuple):
 
 
 class Worker:
-    """A thread's work for one session: a call and, where calls keep order, those of the session that follow it."""
+    """One thread's work for a session: a call and, if calls keep order, the calls of the session that follow it."""
 
     __slots__ = ("_on_wait", "call", "counted", "ordered")
 
@@ -48,8 +48,8 @@ class Worker:
 class ServerSession:
     """A client that has connected to this node, from its first message to the end of its connection.
 
-    Functions registered `with_caller` get it, of which `rpc.Caller` is the public part: `name`, `node`,
-    `authenticated` and `keep`.
+    Functions registered `with_caller` get the session. Its public part is `rpc.Caller`: `name`, `node`, `authenticated`
+    and `keep`.
 
     `queue`, `queued_bytes`, `worker` and `running` belong to the scheduler, which changes them under its lock.
     """
@@ -76,11 +76,14 @@ class ServerSession:
         return self.connection.authenticated
 
     def flow(self, tag: int) -> str:
-        """The arrow of a call in a trace, the same as the client's."""
+        """The trace arrow of a call. The client uses the same one."""
         return f"{self.name}>{self.node.name}:{tag}"
 
     def keep(self, kept: Any) -> int:
-        """Keeps an object for the client, whose `Remote` of that number calls it, until it drops it or is lost."""
+        """Keeps an object for the client until the client drops it or is lost.
+
+        The client's `Remote` calls it by its number.
+        """
         number = next(_numbers)
         self.objects[number] = kept
         return number
@@ -93,11 +96,11 @@ class ServerSession:
         self.tensors.discard(tag)
 
     def expired(self, now_s: float) -> list[int]:
-        """Tags of calls whose replies are pending beyond their deadline."""
+        """Tags of calls that have no reply at their deadline."""
         return [tag for tag, pending in list(self.pending.items()) if pending.until_s < now_s]
 
     def close(self) -> None:
-        """The connection has ended: cancels what is pending, and frees what the client kept here."""
+        """The connection has ended: cancels pending calls, and frees the objects kept for the client."""
         for pending in list(self.pending.values()):
             pending.cancel()
         self.pending.clear()

@@ -1,4 +1,4 @@
-"""Background threads of one node, joined when it closes."""
+"""Background threads of one node, which the node joins when it closes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ThreadGroup:
         DaemonThread(body, f"geartrain {what} {self._owner}").start()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for all of them together, at most so long; not for the thread that asks."""
+        """Waits for all threads, except the calling one, for at most this long in total."""
         until_s = time.monotonic() + timeout_s
         for thread in list(self._alive):
             if thread is not threading.current_thread():

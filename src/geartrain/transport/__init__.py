@@ -1,7 +1,9 @@
-"""Transports: ordered messages with large buffers out of band, within a process, within a host, and over TCP.
+"""Message transports between processes: in one process, in shared memory, and over TCP.
 
-listener = transport.listen("0.0.0.0", 7000, secret=secret)
-connection = transport.connect(listener.address, secret=secret, timeout_s=10)
+A connection delivers messages in order. Large buffers travel next to the message header and are not copied into it.
+
+    listener = transport.listen("0.0.0.0", 7000, secret=secret)
+    connection = transport.connect(listener.address, secret=secret, timeout_s=10)
 """
 
 from geartrain.transport.connection import (

@@ -1,15 +1,21 @@
-"""Codec: tensors, arrays and plain containers as a header and out-of-band buffers; decoding executes nothing.
+"""Serializes tensors, arrays and plain containers into messages, without executing code when it decodes them.
 
-A value becomes a small header and the buffers of its big arrays, which are not copied; a decoded array is a view of
-its message. The format is documented in native/python/codec.cc. Decoding is safe for bytes from anyone. Other objects
-go by pickle, protocol 5 with buffers out of band, and only where both sides allow it: pickle executes what it is
-given, so `rpc` allows it between peers that proved they know the cluster's secret.
+`encode` returns a small header and the buffers of the large arrays. It does not copy these buffers. `decode` returns
+arrays that are views of the message. native/python/codec.cc documents the format. Decoding is safe for untrusted bytes.
 
-Known are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, NumPy arrays and
-scalars of plain dtypes, torch tensors on the CPU, nested ones among them, `torch.Size`, `torch.dtype` and
-`torch.device`, in containers up to `MAX_DEPTH` deep. Subclasses are not: a named tuple that came back as a tuple would
-be another value. A `torch.nn.Parameter` comes back as a plain tensor, and a nested tensor as one of its own memory. A
-device is sent as its name.
+The codec supports:
+
+- None, bool, int, float, complex, str, bytes and bytearray
+- list, tuple, dict, set and frozenset, nested at most `MAX_DEPTH` deep
+- NumPy arrays and scalars of plain dtypes
+- torch tensors on the CPU, including nested tensors
+- `torch.Size`, `torch.dtype` and `torch.device` (sent as its name)
+
+Subclasses of these types are not supported: a named tuple would be decoded as a plain tuple. A `torch.nn.Parameter` is
+decoded as a plain tensor. A nested tensor is decoded with memory of its own.
+
+All other objects need pickle (protocol 5, buffers out of band), and both sides must allow it. Unpickling executes code.
+`rpc` therefore allows pickle only between peers that have proved that they know the cluster's secret.
 """
 
 from __future__ import annotations
@@ -84,7 +90,7 @@ def native_codec() -> _native.Codec:
 
 
 def by_pickle_only(value: Any) -> str:
-    """Why a value is not sent without pickle, and what is sent in its place."""
+    """Why a value needs pickle, and which value can be sent instead."""
     what, instead = f"a {type(value)}", ""
     if isinstance(value, np.ndarray | np.generic):
         dtype = value.dtype

@@ -1,4 +1,4 @@
-"""Connections: ordered messages between two processes, over the fastest transport that works between them.
+"""Connections that carry ordered messages between two processes, over the fastest transport that works between them.
 
     listener = transport.listen()
     mine = transport.connect(listener.address)        # usually in another process
@@ -6,12 +6,18 @@
     mine.send(b"what it is", [array])
     message = theirs.receive()                        # message.header, message.buffers
 
-Providers, fastest first: `inproc` (both ends in one process), `shm` (one host: a ring in shared memory, big buffers in
-segments that are leased, not copied) and `tcp`. Each is tried, and host names are never compared, so containers are
-fine; `connection.transport` is the one in use and `connection.considered` says why not a faster one.
-native/transport/transport.h is the manual: threads, memory, lost peers, trust and forks.
+The transports, fastest first:
 
-`geartrain.transport.codec` encodes values; `geartrain.rpc` calls functions over connections.
+- `inproc`: both ends are in one process.
+- `shm`: both ends are on one host. Messages go through a ring buffer in shared memory. Large buffers are leased in
+  shared-memory segments instead of copied.
+- `tcp`: everything else.
+
+`connect` tries each transport in this order. It never compares host names, so containers work without configuration.
+`connection.transport` names the transport in use. `connection.considered` says why a faster one does not work.
+
+native/transport/transport.h documents threads, memory, lost peers, trust and forks. `geartrain.transport.codec` encodes
+values. `geartrain.rpc` calls functions over connections.
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ Payload = _native.Payload
 
 #: All transports, fastest first.
 TRANSPORTS = ("inproc", "shm", "tcp")
-#: TCP connections beside the first one.
+#: TCP connections in addition to the first one.
 MOST_LANES = 16
 
 
@@ -253,7 +259,10 @@ class Connection:
         return self.native.counts()
 
     def close(self) -> None:
-        """Closes this end. What was sent is still delivered; other threads' waits end with `ConnectionClosedError`."""
+        """Closes this end.
+
+        Messages sent before are still delivered. Waits of other threads end with `ConnectionClosedError`.
+        """
         self.native.close()
 
     def __enter__(self) -> Connection:
@@ -271,9 +280,9 @@ class Connection:
 
 
 class MemoryRegion:
-    """Memory that is exposed to a peer. `Connection.expose` returns it.
+    """Memory of this process that a peer can access. `Connection.expose` returns it.
 
-    Access ends when it is closed or garbage-collected.
+    Access ends when the region is closed or garbage-collected.
 
     Args:
         native: set by `Connection.expose`; do not call the class itself.
@@ -312,7 +321,7 @@ class MemoryRegion:
 
 
 class Listener:
-    """Accepts connections. A thread of its own does the handshakes, so that no client delays another.
+    """Accepts connections. A background thread performs the handshakes, so a slow client does not delay the others.
 
     Args:
         native: set by `listen`; do not call the class itself.
@@ -468,7 +477,7 @@ def connect(
 def native_listener(
     options: dict[str, Any], host: str | None, port: int, advertise: Iterable[str], shm: bool = True
 ) -> _native.Listener:
-    """The native listener of `listen`, with `options_of`. Raises `ArgumentError` for what is no host or port."""
+    """The native listener of `listen`, with `options_of`. Raises `ArgumentError` for an invalid host or port."""
     bound = "" if host is None else check_text("host", host, empty=True)
     return _native.Listener.make(
         options, bound, whole_number("port", port, 65535), check_texts("advertise", advertise), shm
@@ -506,7 +515,7 @@ def options_of(
 
 
 def _payload(header: bytes | Payload, buffers: Iterable[Any]) -> Payload:
-    """What `send` was given, as one payload."""
+    """The arguments of `send` as one payload."""
     if isinstance(buffers, (str, bytes, bytearray, memoryview)) or hasattr(buffers, "dtype"):
         raise ArgumentError(f"a message's buffers are a sequence of them, found one {type(buffers).__name__}")
     try:
@@ -533,8 +542,10 @@ def _handle(handle: bytes) -> bytes:
 
 
 def _plain(memory: Any) -> Any:
-    """The same memory, unless it holds Python's objects: their addresses mean nothing elsewhere, and a peer that writes
-    there would end this process."""
+    """The same memory. Raises for arrays of Python objects.
+
+    Addresses of Python objects mean nothing in another process, and a peer that writes there would end this process.
+    """
     if memory is None:
         raise ArgumentError("memory is anything C-contiguous with the buffer protocol, found None")
     dtype = getattr(memory, "dtype", None)

@@ -1,20 +1,25 @@
-"""One-sided transfers (RDMA) between processes through NIXL: InfiniBand, RoCE, EFA, GPUDirect; without them, shared
-memory or TCP. Optional: `pip install 'geartrain[nixl]'` (with CUDA 12 `nixl-cu12`), see docs/devices.md.
+"""One-sided reads and writes (RDMA) of another process's memory through NIXL.
 
-    with nixl.attach(connection) as link:                    # both sides, over a connection they have
+NIXL uses InfiniBand, RoCE, EFA or GPUDirect, and otherwise shared memory or TCP. It is optional: install it with
+`pip install 'geartrain[nixl]'`, or `nixl-cu12` for CUDA 12. See docs/devices.md.
+
+    with nixl.attach(connection) as link:                    # on both sides of an open connection
         region = nixl.expose(array)                          # here: peers may write and read it
         connection.send(region.descriptor)
         ...
         link.write(mine, descriptor, timeout_s=10)           # there: into the other's array
         connection.send(b"written")                          # NIXL does not notify the other side
 
-A link is verified before it is returned: each side reads a nonce from the other's memory and writes it back there, all
-through NIXL. NIXL completes by polling only, so the passive side waits on the connection.
+`attach` verifies a link before it returns it. Each side reads a nonce from the other side's memory and writes it back,
+both through NIXL. NIXL reports completion only by polling, so the passive side must wait on the connection.
 
-Threads: everything here may be called by any thread. Fork: UCX does not survive one; a child that uses this is refused
-with `ConnectionClosedError`. Lost peers: a dead one is `PeerLostError`, a stopped one `WaitTimeoutError`, which ends
-the link. Trust: a process with a region's descriptor may write it while it is exposed, and over shared memory even
-after.
+Details:
+
+- Threads: any thread may call any function of this module.
+- Fork: UCX does not survive a fork. In a forked child, every use raises `ConnectionClosedError`.
+- Lost peers: a dead peer raises `PeerLostError`. A stopped peer raises `WaitTimeoutError`, which ends the link.
+- Trust: a process that has a region's descriptor may write to the region while it is exposed. Over shared memory it can
+  write even afterwards.
 """
 
 from geartrain.transport.nixl_agent import INSTALL, WHEELS, describe, installed, why_not

@@ -1,4 +1,4 @@
-"""This process's NIXL agent: found, brought up once, and its exceptions translated."""
+"""Finds the NIXL package, starts this process's one NIXL agent, and translates NIXL's exceptions to geartrain's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 INSTALL = "pip install 'geartrain[nixl]', or nixl-cu12 with CUDA 12"
 #: NIXL's wheels bring UCX, built for one version of CUDA each; the package `nixl` would bring both, and torch.
 WHEELS = ("nixl_cu13", "nixl_cu12")
-#: UCX, brought up for the first time, loads some 50 libraries.
+#: Longest start of UCX, which loads some 50 libraries at first.
 BRING_UP_S = 90.0
 
 
@@ -42,7 +42,7 @@ def installed() -> bool:
 
 
 def describe() -> str:
-    """What a link goes over, as far as the environment decides: UCX chooses itself, per peer and size."""
+    """The transports that a link may use, as far as the environment decides. UCX chooses for each peer and size."""
     chosen = [f"{name}={os.environ[name]}" for name in ("UCX_TLS", "UCX_NET_DEVICES") if name in os.environ]
     return "nixl over UCX" + (f" ({', '.join(chosen)})" if chosen else "")
 
@@ -120,7 +120,7 @@ def this_agent() -> Agent:
 
 
 def _bring_up() -> Agent | str:
-    """The agent, or why there is none. In a thread, because UCX is known to hang when it starts."""
+    """The agent, or the reason why there is none. Runs in a thread, because UCX is known to hang when it starts."""
     # Without this UCX leaves shared memory for TCP over loopback as soon as it is to notice dead peers, as it is here.
     if "UCX_MM_ERROR_HANDLING" not in os.environ and _ucx_is_loaded():
         _log.warning(
@@ -193,7 +193,7 @@ def nixl_errors(what: str) -> Iterator[None]:
 
 
 def _in_child() -> None:
-    """The child keeps its copy for ever: what destroys it would talk to threads that are not there."""
+    """The child keeps its copy for ever: destroying it would use threads that the child does not have."""
     global _lock
     _lock = threading.Lock()
     if isinstance(_made, Agent):

@@ -1,4 +1,7 @@
-"""Handshake of two NIXL agents: each proves that it can read and write the other's memory before a link is used."""
+"""Handshake of two NIXL agents, which verifies a link before it is used.
+
+Each side proves that it can read and write the other side's memory.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,11 @@ _NONCE = 32
 class Handshake:
     """One side of a handshake.
 
-    Each side sends its `hello` over a connection of its own, calls `prove` with the other's, tells the other that it
-    has, and then calls `confirm`. `attach` does that over a connection, `geartrain.rpc` by calls.
+    1. Send `hello` to the other side, over any connection.
+    2. Call `prove` with the hello of the other side, and tell the other side when it has returned.
+    3. Call `confirm` after the other side has reported the same.
+
+    `attach` does this over a connection, `geartrain.rpc` does it by calls.
     """
 
     def __init__(self) -> None:
@@ -60,7 +66,9 @@ class Handshake:
 
 
 def attach(connection: Connection, *, timeout_s: float = 30.0) -> NixlLink:
-    """A link to the other side of a connection, which attaches too; nothing else may be sent on it meanwhile.
+    """A link to the other side of a connection, which must attach too.
+
+    Send nothing else on the connection until it returns.
 
     Raises:
         TransportError: NIXL does not work between the two; with the reason, also when it is the peer's.

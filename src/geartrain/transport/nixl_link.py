@@ -1,4 +1,4 @@
-"""Registered regions of memory, and links that write and read a peer's regions through NIXL."""
+"""Registered memory regions, and the links that write and read a peer's regions through NIXL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Span = tuple[int, int, int]  # address, bytes, device as NIXL counts them
 
 
 class RegisteredRegion:
-    """Memory that peers may write and read with its `descriptor`, until it is closed."""
+    """Registered memory that peers may write and read. They need its `descriptor`. Closing the region ends access."""
 
     def __init__(self, agent: Agent, memory: Any) -> None:
         self._agent, self._registered = agent, None
@@ -30,7 +30,7 @@ class RegisteredRegion:
         with nixl_errors("registering memory"):
             self._registered = agent.native.register_memory([(*self.span, "")], self.kind)
             about = agent.native.get_partial_agent_metadata(self._registered, False, [])
-        #: For peers: bytes to send them.
+        #: Bytes to send to peers, with which they access the region.
         self.descriptor: bytes = _DESCRIPTOR.pack(self.address, self.nbytes, self.device, _VERSION) + about
 
     @property
@@ -57,7 +57,7 @@ class RegisteredRegion:
 
 
 def expose(memory: Any) -> RegisteredRegion:
-    """Registers a C-contiguous NumPy array or a contiguous tensor, on the CPU or a GPU; it is kept alive meanwhile.
+    """Registers a C-contiguous NumPy array or a contiguous tensor, on the CPU or a GPU. The region keeps it alive.
 
     Raises:
         TransportError: NIXL is not viable here; says why.

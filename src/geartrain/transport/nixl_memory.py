@@ -1,4 +1,4 @@
-"""Registered host memory: a pool of buffers that peers write to over NIXL."""
+"""Pool of registered host buffers into which peers write over NIXL."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from geartrain.transport.nixl import RegisteredRegion, expose
 
 
 class RegisteredMemoryPool:
-    """Leases buffers, and keeps up to `max_warm_bytes` of those that came back for the next leases.
+    """Leases registered buffers. Keeps at most `max_warm_bytes` of returned buffers for later leases.
 
-    A buffer that a lost peer may still be writing to is `abandoned`: its pages go back to the system, its address is
-    never used for anything else.
+    Call `abandon` on a buffer that a lost peer may still be writing to. Its memory is then never used for anything
+    else.
     """
 
     def __init__(self, max_warm_bytes: int = 2 << 30) -> None:
@@ -27,7 +27,7 @@ class RegisteredMemoryPool:
         self.abandoned = 0
 
     def lease(self, nbytes: int) -> RegisteredBuffer:
-        """A buffer of so many bytes or more, beginning at a page."""
+        """A buffer of at least this many bytes, which starts at a page boundary."""
         size = max(1 << 16, 1 << (nbytes - 1).bit_length() if nbytes < 1 << 24 else -(-nbytes >> 23) << 23)
         with self._lock:
             warm = self._warm.get(size)
@@ -47,7 +47,7 @@ class RegisteredMemoryPool:
         region.close()
 
     def close(self) -> None:
-        """Frees what is not leased; the rest is freed when it comes back."""
+        """Frees the buffers that are not leased. Leased buffers are freed when they are returned."""
         with self._lock:
             self._closed, warm, self._warm, self._warm_bytes = True, self._warm, {}, 0
         for entries in warm.values():

@@ -1,4 +1,4 @@
-"""Rendezvous: names and addresses of processes, exchanged through a c10d store (TCPStore, FileStore)."""
+"""Rendezvous: processes exchange names and addresses through a c10d store (TCPStore, FileStore)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from geartrain.errors import (
 
 #: Longest single wait for a name: the store's own threads print a line about each that times out.
 _SLICE_S = 10.0
-#: How often a rendezvous is tried that nobody serves yet.
+#: Period of attempts to reach a rendezvous that no process serves yet.
 _TRY_EVERY_S = 0.1
-#: Longest pause between two looks of the main thread for a name: handlers of signals (Ctrl-C) run in between.
+#: Longest pause between two checks of the main thread for a name. Signal handlers (Ctrl-C) run in between.
 _LOOK_S = 0.25
 _FORMS = "tcp://host:port, env:// (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE) or file:///path"
 
 
 class Directory:
-    """Addresses by name: those given, and those that peers have put into the store."""
+    """Looks up addresses by name, in the given addresses and in those that peers have written to the store."""
 
     def __init__(self, store: Any, known: dict[str, str], prefix: str = "geartrain/rpc") -> None:
         self.store = store
@@ -57,7 +57,7 @@ class Directory:
     def claim(self, name: str, value: str, why_not_gone: Callable[[str], str | None]) -> None:
         """Publishes an address under a name that no living node has.
 
-        A store without `compare_set` decides between two that come at the same instant by itself: the later has it.
+        If the store has no `compare_set` and two nodes claim a name at the same instant, the later one gets it.
 
         Args:
             name, value: as of `put`.
@@ -247,7 +247,7 @@ def _reached_store(host: str, port: int, timeout_s: float) -> Any:
         else:
             made.put(store)
 
-    # In a thread, as its handshake has no deadline: it is left to whoever listens there and is no store.
+    # In a thread, because the handshake has no deadline. If the listener is not a store, the thread is abandoned.
     DaemonThread(make, "geartrain-rendezvous").start()
     try:
         found = made.get(timeout=max(until_s - time.monotonic(), _TRY_EVERY_S))
@@ -299,7 +299,7 @@ def _store_errors() -> Iterator[None]:
 
 
 def _line(error: RuntimeError) -> str:
-    """What torch's error says, without the stack that follows."""
+    """The message of torch's error, without the stack that follows."""
     return str(error).partition("\n")[0]
 
 

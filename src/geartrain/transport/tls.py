@@ -1,4 +1,7 @@
-"""TLS options: the certificate, key and certificate authority of a process (native/transport/security/tls.h)."""
+"""TLS options: the certificate, private key and certificate authority of a process.
+
+native/transport/security/tls.h implements TLS for connections.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from geartrain.errors import ArgumentError
 
 #: Environment variables of `TLS`, in the order of its fields; the last one is optional.
 VARIABLES = ("GEARTRAIN_TLS_CERT", "GEARTRAIN_TLS_KEY", "GEARTRAIN_TLS_CA", "GEARTRAIN_TLS_NAME")
-#: And that of `TLS.threads`.
+#: Environment variable of `TLS.threads`.
 THREADS_VARIABLE = "GEARTRAIN_TLS_THREADS"
-#: A connection has no more lanes.
+#: Upper limit: a connection has no more lanes.
 MOST_THREADS = 16
 
 

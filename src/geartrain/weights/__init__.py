@@ -1,4 +1,4 @@
-"""Distribution of model weights: numbered versions from one trainer to every process that acts with them.
+"""Distribution of model weights: one trainer publishes numbered versions, and any number of processes read them.
 
     publisher = weights.Publisher("policy", node=node)         # in the trainer; node: geartrain.rpc's, for other hosts
     publisher.publish(7, model.state_dict())
@@ -8,20 +8,22 @@
     model.load_state_dict(snapshot)                            # or assign=True: nothing is copied
     store.row(version=snapshot.version)
 
-Within a host a version is stored once, in shared memory, and every reader maps it: the tensors of a snapshot are views.
-They are read-only. torch raises `RuntimeError` on a write (they are inference tensors), NumPy `ValueError`. A write
-that gets around this changes only this snapshot, because the mapping is private.
+Within a host. A version is stored once, in shared memory, and every reader maps it. The tensors of a snapshot are
+read-only views of this memory. On a write, torch raises `RuntimeError` (they are inference tensors) and NumPy raises
+`ValueError`. The mapping is private, so a write that gets around this changes only this snapshot.
 
-A snapshot has one complete version. It does not change while it, or any tensor of it, is alive. The publisher has a few
-buffers and writes to one that no reader holds. If all are held it waits, and raises `BuffersHeldError` at its deadline.
+Snapshots. A snapshot has one complete version. It does not change while the snapshot, or any tensor of it, is alive.
+The publisher has a few buffers, and writes to one that no reader holds. If readers hold all buffers, the publisher
+waits. At its deadline it raises `BuffersHeldError`.
 
-Across hosts, one process of each host is the relay: it fetches a new version and publishes it to the others (relay.py).
-Whether the publisher is on the same host is found out by its shared memory, not by names.
+Across hosts. One process of each host is the relay. It fetches a new version and publishes it to the others on its
+host (relay.py). A reader detects a publisher on its own host by its shared memory, not by host names.
 
-A publisher that is killed in the middle of a version leaves the previous one. When it is restarted, it continues with
-the same memory. A killed reader holds nothing. The last process that detaches removes the segment; `reap()` removes
-segments whose processes were all killed. `names()` and `describe(name)` read without attaching, as `geartrain inspect`
-does.
+Crashes. If the publisher is killed in the middle of a version, the previous version stays. A restarted publisher
+continues with the same memory. A killed reader holds no buffers. The last process that detaches removes the segment.
+`reap()` removes segments whose processes were all killed.
+
+`names()` and `describe(name)` read without attaching. `geartrain inspect` uses them.
 """
 
 from geartrain.errors import BuffersHeldError

@@ -8,27 +8,27 @@
            4096    schema         JSON: names, dtypes, shapes and offsets (layout.py)
     data_offset    buffer 0, buffer 1, ...   one version each, `stride` bytes apart, page-aligned
 
-A version is published by the one HEAD that names it. HEADs are written in turns and carry a checksum: a publisher that
-is killed while it writes one leaves the other valid, and a reader detects a HEAD that is half written. The buffer of
-the newest version is never written to; nor is one that a reader holds.
+Publication. Writing a HEAD publishes a version. The publisher writes the two HEADs in turns, each with a checksum. If
+it is killed while it writes one, the other stays valid. The checksum reveals a HEAD that is half written. The publisher
+never writes to the buffer of the newest version, nor to a buffer that a reader holds.
 
-Ownership is known to the kernel, by locks on bytes far beyond the end of the file. They belong to an open file and go
-with its last descriptor, however the process ends (native/base/file_lock.h):
+Locks. The kernel records who owns what, through file locks on bytes far beyond the end of the file. A lock belongs to
+an open file. It ends with the file's last descriptor, however the process ends (native/base/file_lock.h):
 
     PUBLISHER  exclusive   the publisher
     GATE       exclusive   while a process detaches, or replaces the file
     MEMBERS    shared      every attached process; the last one can get it exclusively, and removes the name
     BUFFER + i shared      a snapshot of buffer i, on an open file of its own; exclusive: the publisher writes to it
 
-A reader takes the lock of the buffer that the newest HEAD names, and then compares the sequence number in its SLOT. If
-the publisher was faster, it holds the lock or has changed the SLOT, and the reader retries with the next HEAD. The
-locks also order memory: the publisher drops the buffer's lock after the last byte and before the HEAD.
+Reading. A reader locks the buffer that the newest HEAD names, and then compares the sequence number in the buffer's
+SLOT. If the publisher was faster, the lock is taken or the SLOT has changed, and the reader retries with the next HEAD.
+The locks also order memory: the publisher releases the buffer's lock after the last byte, and then writes the HEAD.
 
-Processes that wait sleep on SIGNALS (a futex): `published` changes with every version, `released` with every snapshot
-that is released.
+Waiting. Processes that wait sleep on a futex in SIGNALS. `published` changes with every version. `released` changes
+when a snapshot is released.
 
-A publisher whose weights have other names or shapes than those in the file makes a new file, and gives it the name once
-its first version is in it; `replaced` in the old one makes readers open the new one.
+New schema. If the names or shapes of the weights differ from the file's, the publisher makes a new file. The new file
+gets the name once its first version is in it. The old file's `replaced` signal makes readers open the new file.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ PREFIX = "geartrain-weights."
 
 
 class Head(NamedTuple):
-    """A version, and the buffer that it is in."""
+    """The HEAD record: a version, and the buffer that has it."""
 
     sequence: int
     version: int

@@ -1,6 +1,6 @@
-"""Layout of a version: names, dtypes, shapes and offsets of its tensors in a buffer.
+"""Layout of a version: the names, dtypes, shapes and offsets of its tensors in a buffer.
 
-Names are paths, so that nested mappings, as `{"policy": module.state_dict(), "steps": array}`, are restored. A tensor
+A name is a path, so nested mappings such as `{"policy": module.state_dict(), "steps": array}` are restored. Each tensor
 starts at a multiple of 64 bytes.
 """
 
@@ -82,7 +82,7 @@ class Schema:
         return json.dumps([list(entry) for entry in self.entries], separators=(",", ":")).encode()
 
     def check(self, other: Schema) -> None:
-        """Raises `ArgumentError` with what differs from the first version."""
+        """Raises `ArgumentError`, which names the difference from the first version."""
         if self.entries == other.entries:
             return
         mine = {e.path: e for e in self.entries}
@@ -113,7 +113,7 @@ class Schema:
 
 
 def leaves_of(weights: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Tensors and arrays by path. Raises `ArgumentError` for what is neither, naming it."""
+    """Tensors and arrays by path. Raises `ArgumentError`, which names any other value."""
     leaves: dict[tuple[str, ...], Any] = {}
 
     def walk(mapping: Mapping[str, Any], path: tuple[str, ...]) -> None:

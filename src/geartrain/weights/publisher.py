@@ -1,4 +1,4 @@
-"""Publisher of weights: the trainer's side."""
+"""`Publisher`: the trainer's side of the distribution of weights."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 class Publisher:
     """Publishes versions of weights under a name. A host has one publisher of each name.
 
-    Any thread may publish. Versions must increase, whichever thread publishes them. Any thread and any signal handler
-    may close it, more than once and during a `publish`: one that waits for a buffer ends with `StoreClosedError`, one
-    that copies is waited for, and later ones are refused. A forked child cannot publish: `publish` raises
-    `StoreClosedError`. The interpreter closes it at its exit.
+    Any thread may publish. Versions must increase, whichever thread publishes them.
+
+    Any thread and any signal handler may call `close`, more than once and during a `publish`. A `publish` that waits
+    for a buffer then ends with `StoreClosedError`. `close` waits for a `publish` that copies. Later calls of `publish`
+    are refused. In a forked child, `publish` raises `StoreClosedError`. The interpreter closes the publisher at exit.
 
     Examples:
         >>> with Publisher("doctest-policy") as publisher:

@@ -1,4 +1,4 @@
-"""Reader of weights, and snapshots of a version: the actors' side."""
+"""`Reader` and `Snapshot`: the actors' side of the distribution of weights."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _CHECK_EVERY_S = 5.0
 
 
 class Snapshot(Mapping[str, Any]):
-    """One version of the weights: a mapping like the published one, of views of shared memory.
+    """One version of the weights: a mapping like the published one, whose values are views of shared memory.
 
-    The version does not change, and its buffer is not reused, while the snapshot or a tensor of it is alive. Release it
+    While the snapshot or a tensor of it is alive, the version does not change, and its buffer is not reused. Release it
     (`del`) after the next `latest`.
 
     Args:
@@ -72,9 +72,9 @@ class Snapshot(Mapping[str, Any]):
 class Reader:
     """Reads the newest weights of a name on this host.
 
-    Any thread may use it and close it, more than once and during `latest`, which then ends with `StoreClosedError`.
-    Snapshots stay valid. A forked child has a reader of its own, which is never the relay. The interpreter closes it at
-    its exit.
+    Any thread may use a reader. Any thread may also close it, more than once and during `latest`, which then ends with
+    `StoreClosedError`. Snapshots stay valid after that. A forked child has a reader of its own, which is never the
+    relay. The interpreter closes the reader at exit.
 
     Examples:
         >>> import numpy as np
@@ -138,9 +138,9 @@ class Reader:
             raise
 
     def latest(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Snapshot:
-        """Snapshot of the newest version. It waits while there is none, or none of at least `at_least`.
+        """Snapshot of the newest version. Waits until there is a version, and until it is at least `at_least`.
 
-        While the version stays the same and its snapshot is alive, the same snapshot is returned.
+        While the version stays the same and its snapshot is alive, `latest` returns the same snapshot.
 
         Args:
             at_least: lowest version to return; any by default.
@@ -273,7 +273,7 @@ class Reader:
 
 
 class _Hold:
-    """A held buffer as NumPy array: views keep it alive, and the last one releases it."""
+    """A held buffer as a NumPy array. Views keep the buffer held, and the last view releases it."""
 
     def __init__(self, segment: WeightsSegment, mapped: mmap.mmap) -> None:
         address = np.frombuffer(mapped, np.uint8).ctypes.data

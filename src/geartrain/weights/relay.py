@@ -1,13 +1,15 @@
 """Relay of weights between hosts: one process of each host fetches a new version and publishes it to the others.
 
-Every reader with a `source` has a thread that checks whether a publisher or a relay is alive on this host. If none is,
-it asks the source for the id of its file. A file with that id here means that the publisher's memory is shared with
-this process. Otherwise the process that gets the publisher's lock is the relay; when it dies the lock is free, and
-another takes over within about `CHECK_S`.
+Every reader with a `source` runs a thread that checks whether a publisher or a relay is alive on this host. If none is,
+the thread asks the source for the id of its file.
 
-A relay requests versions newer than its own, and the reply comes when there is one (long polling): nothing is sent
-unasked, and a slow host skips versions instead of queueing them. Bytes come in pieces, two in flight at a time,
-straight into a buffer of the segment.
+- If this host has a file with that id, the publisher's memory is shared with this process. No relay is needed.
+- Otherwise, the process that gets the publisher's lock becomes the relay. When the relay dies, the kernel frees the
+  lock. Another process takes its place within about `CHECK_S`.
+
+A relay requests a version newer than its own, and the source replies when it has one (long polling). The source sends
+nothing unasked. A slow host therefore skips versions instead of queueing them. The bytes arrive in pieces, two in
+flight at a time, and are written straight into a buffer of the segment.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Keeps the weights of a source up to date on this host; fetches them if no other process does."""
+    """Keeps the weights of a source up to date on this host. It fetches them if no other process does."""
 
     def __init__(self, name: str, node: Node, source: str, directory: Path, trust: Trust = "user") -> None:
         self.name, self.source = name, source

@@ -1,4 +1,7 @@
-"""Segment of weights: a file in shared memory that a publisher writes and readers map. format.py draws the bytes."""
+"""A segment of weights: the shared-memory file that a publisher writes and readers map.
+
+format.py documents its bytes.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ _MAP_NORESERVE = 0x4000
 
 
 class WeightsSegment:
-    """An open file of weights that this process is attached to. Locks are those of this object's open file."""
+    """An open file of weights that this process is attached to. Its locks belong to this object's open file."""
 
     fd = -1  # of one that was never made
 
@@ -148,7 +151,7 @@ class WeightsSegment:
         os.link(f"/proc/self/fd/{self.fd}", self.path, src_dir_fd=self.fd)
 
     def replace(self, old: WeightsSegment) -> None:
-        """Takes over the name of another file, of which this process is the publisher."""
+        """Takes the name of another file, whose publisher is this process."""
         with old.gate():
             temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}.new")
             os.link(f"/proc/self/fd/{self.fd}", temporary, src_dir_fd=self.fd)
@@ -210,7 +213,7 @@ class WeightsSegment:
 
     @contextlib.contextmanager
     def gate(self, timeout_s: float = 5.0) -> Iterator[None]:
-        """No process detaches meanwhile. Raises `LockTimeoutError` when a stopped process holds the lock."""
+        """A block in which no process detaches. Raises `LockTimeoutError` if a stopped process holds the lock."""
         if not locks.take(self.fd, locks.EXCLUSIVE, GATE, timeout_s):
             raise LockTimeoutError(f"{self.path}: another process has held the lock for detaching for {timeout_s} s")
         try:

@@ -1,12 +1,12 @@
-"""RPC functions of a publisher or relay, which relays on other hosts call.
+"""RPC functions of a publisher or relay. Relays on other hosts call them to fetch versions.
 
     newer(name, after_id, after_sequence, wait_s)   metadata of the newest version after that one; None at the timeout
     piece(name, sequence, offset, size)             a range of its bytes
     done(name, sequence)                            releases it; False when it was released before
     segment_of(name)                                id of the file: a process that finds that file needs no relay
 
-A version is pinned from `newer` to `done`, so that its bytes stay. A relay that is idle for `PIN_S` loses its pin when
-the publisher needs the buffer; `done` then returns False, and the relay discards the version.
+`newer` pins a version, so that its bytes stay until `done`. If a relay is idle for `PIN_S` and the publisher needs the
+buffer, the relay loses its pin. `done` then returns False, and the relay discards the version.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Pin(NamedTuple):
 
 
 class _Served:
-    """Weights that a node serves, with the pins of its relays."""
+    """The weights that a node serves, with the pins of their relays."""
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer

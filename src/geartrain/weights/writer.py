@@ -1,4 +1,4 @@
-"""Writer of a segment of weights: buffers in turns, for a publisher or a relay."""
+"""Writes versions into the buffers of a segment of weights, for a publisher or a relay."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from geartrain.weights.layout import Schema
 from geartrain.weights.segment import WeightsSegment
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-#: Period of a waiting publisher's check for buffers of killed readers, which wake nobody.
+#: Period of a waiting publisher's check for buffers of killed readers, which do not wake it.
 _CHECK_EVERY_S = 0.1
 
 
 class Writer:
-    """The only writer of the weights of a name on this host, while it is open."""
+    """The only writer of a name's weights on this host, while it is open."""
 
     def __init__(self, name: str, buffers: int, directory: Path, trust: Trust = "user") -> None:
         """Raises `GeartrainError` when another one is alive."""
@@ -93,9 +93,9 @@ class Writer:
                     self._detach()
 
     def lay_out(self, schema: Schema) -> None:
-        """Prepares for versions of this schema: in the present file if it is the same, else in one that replaces it.
+        """Prepares for versions of this schema: in the present file if its schema is the same, else in a new file.
 
-        Within `turn`.
+        Call it within `turn`.
         """
         text = schema.to_json()
         layout = self._segment.layout()
@@ -192,7 +192,7 @@ class Writer:
             raise StoreClosedError(f"the publisher of {self.name!r} was closed")
 
     def end_waits(self) -> None:
-        """A thread that waits for a buffer gets `StoreClosedError`, and so does whoever would wait for one later."""
+        """Ends the wait of a thread for a buffer with `StoreClosedError`, and all later waits too."""
         self._ending = True
         for segment in (self._segment, self._old):
             if segment is not None:

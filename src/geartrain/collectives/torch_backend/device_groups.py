@@ -1,4 +1,4 @@
-"""Groups of a torch process group: one for the tensors of each device, connected by its first operation."""
+"""Keeps one `Group` for the tensors of each device of a torch process group. The first operation connects it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class DeviceGroups:
-    """The Groups of one process group. Each has its own: calls are ordered among tensors of one device only.
+    """The Groups of one process group, one for each device. Calls are ordered only among the tensors of one device.
 
-    Any thread may call; `close` and `disconnect` also beside a Group that is being made, which they end.
+    Any thread may call. `close` and `disconnect` may also be called while another thread makes a Group. They then end
+    this.
 
     Args:
         store: of torch's kind, used by this process group alone.
@@ -165,13 +166,13 @@ class DeviceGroups:
     # --- lifecycle ----------------------------------------------------------------------------------------------------
 
     def close(self) -> bool:
-        """Makes no further Group; `disconnect` ends those there are. False when it was closed before."""
+        """Makes no further Group. `disconnect` ends the existing ones. False if it was closed before."""
         with self._lock:
             first, self._closed = not self._closed, True
         return first
 
     def disconnect(self, reason: str | None, drain: Callable[[], object]) -> None:
-        """Ends all connections: on every rank with a reason, or once the others have what they need of this one.
+        """Ends all connections: with a reason on every rank, or after the other ranks have the data that they need.
 
         `drain` is called when nothing is staged any more, before the Groups are closed.
         """

@@ -1,10 +1,10 @@
-"""Reduce-scatter, all-gather, all-to-all, gather, scatter and broadcast of torch's tensors, as exchanges of a Group.
+"""Runs torch's reduce-scatter, all-gather, all-to-all, gather, scatter and broadcast as exchanges of a `Group`.
 
-Every one of torch's forms (a list of tensors, one tensor of all parts, several of either) becomes a list of parts by
-rank. A part is sent from, or received in, the tensor's own memory where that is contiguous; others go through a copy.
-What is only moved may be of any dtype.
+torch has several forms of arguments: a list of tensors, one tensor of all parts, or several of either. Each form
+becomes a list of parts by rank. A contiguous part is sent from, or received into, the tensor's own memory. Other parts
+are copied. Collectives that only move data accept any dtype.
 
-A gather and a scatter are all-to-alls in which most parts are empty.
+Gather and scatter run as all-to-alls in which most parts are empty.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Start = Callable[[Exchange, Any], Any]
 
 
 class Parts:
-    """Tensors as contiguous memory by rank.
+    """Tensors as contiguous memory, one part for each rank.
 
     Args:
         tensors: one a rank, or one alone.
@@ -68,9 +68,9 @@ class Parts:
 
 
 class TensorExchange(NamedTuple):
-    """One exchange of tensors: inputs and outputs by rank, as an `Exchange` has them; `op` is torch's.
+    """One exchange of tensors, with inputs and outputs by rank as in `Exchange`. `op` is torch's operation.
 
-    `results` are the tensors that the caller gave for the outputs, where they are not these.
+    `results` are the caller's output tensors, if they differ from the outputs of the exchange.
     """
 
     collective: str
@@ -273,7 +273,7 @@ def rows_of(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 
 def splits_of(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> list[torch.Tensor]:
-    """One tensor as parts by rank of so many rows of its first dimension each; equal ones where none are given.
+    """One tensor as parts by rank, each with a number of rows of the first dimension. Without numbers, parts are equal.
 
     Raises:
         ValueError: they do not add up.

@@ -1,4 +1,4 @@
-"""Options of the backend "geartrain": from the environment, or given as `pg_options`."""
+"""Options of the backend "geartrain". They come from environment variables, or from `pg_options`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A torch store whose waits are polls, for the rendezvous of a process group."""
+"""Wraps a torch store so that waits for a key become polls. The rendezvous of a process group uses it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 
 class PolledStore:
-    """A prefix of a torch store that polls instead of waiting: TCPStore logs every wait that ends early.
+    """A prefix of a torch store. It polls instead of waiting, because TCPStore logs every wait that times out.
 
-    Once `closed()` is true, calls raise `RuntimeError`, as a store that is gone.
+    Once `closed()` is true, calls raise `RuntimeError`, as a lost store does.
     """
 
     def __init__(self, prefix: str, store: Any, closed: Callable[[], bool] = lambda: False) -> None:

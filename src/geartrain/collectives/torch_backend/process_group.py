@@ -1,19 +1,19 @@
-"""torch.distributed process group with geartrain's collectives: backend "geartrain".
+"""The process group of the `torch.distributed` backend "geartrain".
 
     import torch.distributed as dist
     import geartrain.collectives.torch_backend.process_group        # registers the backend
     dist.init_process_group("geartrain")
 
-or, with nothing edited, `torchrun -m geartrain_autoload train.py` (src/geartrain_autoload).
+To use it without editing the script, run `torchrun -m geartrain_autoload train.py` (src/geartrain_autoload).
 
-Collectives are `geartrain.collectives.Group`'s, for tensors on the CPU (exchanges.py) and, all-reduce alone, through
-pinned memory on GPUs (staging.py). Gloo (CPU) and NCCL (CUDA) are registered as the group's backends, where torch's
-own code finds them, also from C++. They run send and receive, what is on a GPU, and what a Group does not support:
-sums of sparse tensors. `ProcessGroup.counters` has the number of each.
+`geartrain.collectives.Group` runs the collectives of tensors on the CPU (exchanges.py). On GPUs it runs only
+all-reduce, through pinned memory (staging.py). Gloo (CPU) and NCCL (CUDA) run everything else: send and receive, other
+collectives on GPUs, and sums of sparse tensors. They are registered as backends of the process group, where torch's own
+code finds them, also from C++. `ProcessGroup.counters` counts the operations of each.
 
-Gloo's group is made with this one, as `init_process_group("gloo")` does: a send needs two ranks only, and must not wait
-for the others. Connections of a Group are made by its first operation. If all-reduces use reducers or
-unequal shares, the other collectives use a second Group, in which all ranks are equal. A group of one rank sends
+Connections. Gloo connects when the process group is made, as with `init_process_group("gloo")`. A send involves two
+ranks only, so it must not wait for the others to connect. A Group connects in its first operation. If all-reduces use
+reducers or unequal shares, the other collectives use a second Group with equal shares. A group of one rank sends
 nothing.
 """
 
@@ -47,7 +47,7 @@ BackendType = dist.ProcessGroup.BackendType
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """A group of ranks whose all-reduce is geartrain's.
+    """A torch process group whose collectives run on geartrain.
 
     Made by `init_process_group("geartrain")`, `new_group` and `init_device_mesh`, not by hand.
 
@@ -298,11 +298,11 @@ class ProcessGroup(dist.ProcessGroup):
     # -- lifecycle
 
     def counters(self) -> dict[str, Any]:
-        """Counters.
+        """Counters of this process group.
 
-        `operations`: all-reduces by geartrain. `inner_operations`: those forwarded to Gloo or NCCL. `ours`, `inner`:
-        the same of every collective, send and receive, by the name of torch's method. `bytes`: of the tensors that
-        geartrain was given. `groups`: per device, the counters of `geartrain.collectives.Group`.
+        `operations`: all-reduces by geartrain. `inner_operations`: all-reduces forwarded to Gloo or NCCL. `ours`,
+        `inner`: the same for every collective, send and receive, by the name of torch's method. `bytes`: size of the
+        tensors that geartrain was given. `groups`: per device, the counters of `geartrain.collectives.Group`.
         """
         counts = {key: self._counts[key] for key in ("operations", "bytes", "inner_operations")}
         by_name = {"ours": dict(self._ours), "inner": dict(self._inner)}
@@ -328,8 +328,8 @@ class ProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Closes all connections; called by `destroy_process_group`.
 
-        What other ranks still need is sent first, and operations whose futures were requested have some seconds to end;
-        other operations in progress fail.
+        It first sends the data that other ranks still need. Operations whose futures were requested have some seconds
+        to end. Other operations in progress fail.
         """
         if os.getpid() != self._pid:  # a fork of the process that owns the connections
             return

@@ -1,4 +1,4 @@
-"""Recovery from a lost reducer: reopen the group without it, and bring all ranks to the latest completed step.
+"""Recovery from a lost reducer: reopens the group without it, and brings all ranks to the latest completed step.
 
     while step < STEPS:
         try:
@@ -10,9 +10,9 @@
         optimizer.step()
         step += 1
 
-A reducer that dies in the middle of a step may have answered some ranks only: these complete the step, the others do
-not. A rank that completed it has the sum of all gradients, so training continues from its state, and a step is neither
-lost nor done twice.
+If a reducer dies in the middle of a step, some ranks may already have its answer. These ranks complete the step, and
+the others do not. A rank that completed the step has the sum of all gradients, so training continues from its state. No
+step is lost or done twice.
 """
 
 from __future__ import annotations

@@ -1,25 +1,29 @@
-"""Staging of GPU tensors for all-reduce: chunk by chunk through pinned buffers, on two streams.
+"""All-reduces GPU tensors chunk by chunk through pinned host buffers, on two CUDA streams.
 
     caller's stream   ... grad kernels ... [ready]                            wait [result] | optimizer ...
     out stream                             wait [ready] | copy 0 [copied] | copy 1 [copied] | ...
     staging thread                                        host waits for [copied] -> all-reduce 0 -> ...
     result stream                                                 ... copy 0 [free] | copy 1 [free] ... [result]
 
-Each chunk has a slot: a pinned buffer with two events. [copied] is recorded when the chunk is in the buffer; only the
-staging thread waits for it, never the caller. [free] is recorded when the result has been copied out of the buffer; the
-next copy into it waits for that on the out stream, the host does not. The caller's thread records one event when it
-submits; no host thread waits for its stream. The caller's stream waits for [result], recorded after the last chunk's
-copy.
+The caller's thread records the event [ready] when it submits a tensor. No host thread waits for the caller's stream.
+Each chunk has a slot, which is a pinned buffer with two events:
 
-Every wait of the staging thread has the tensor's deadline, also that for [copied]: a device that hangs is an error, and
-ends the group. After an error of the device, or of a chunk, no later tensor is taken to the device.
+- [copied] is recorded when the chunk is in the buffer. Only the staging thread waits for it, never the caller.
+- [free] is recorded when the result was copied out of the buffer. The out stream waits for it before the next copy into
+  the buffer. The host does not wait.
 
-A chunk is one operation of the group: chunk sizes depend on the tensor alone, so that all ranks issue the same
-operations in the same order. The next chunk is copied out while one is on the network, also from one tensor to the
-next.
+[result] is recorded after the copy of the last chunk, and the caller's stream waits for it.
 
-The order of all this is tested without a GPU, on simulated streams that run as late, or as early, as their events allow
-(tests/collectives/test_staging.py).
+Deadlines. Every wait of the staging thread has the tensor's deadline, including the wait for [copied]. A device that
+hangs is therefore an error, which ends the group. After an error of the device or of a chunk, no later tensor is copied
+to the device.
+
+Order. Each chunk is one operation of the group. Chunk sizes depend only on the tensor, so all ranks issue the same
+operations in the same order. While one chunk is on the network, the next one is copied out, even if it belongs to the
+next tensor.
+
+tests/collectives/test_staging.py tests this order without a GPU. It simulates streams that run as late, or as early, as
+their events allow.
 """
 
 from __future__ import annotations
@@ -200,7 +204,7 @@ class Staging:
         self._drain()
 
     def _next(self) -> StagedTensor | None:
-        """The next job; while there is none, chunks in transfer are moved on."""
+        """The next job. While there is none, it advances the chunks in transfer."""
         while self._copying or self._reducing:
             with contextlib.suppress(queue.Empty):
                 return self._jobs.get_nowait()

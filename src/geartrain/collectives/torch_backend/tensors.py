@@ -1,4 +1,4 @@
-"""Arguments of torch's collectives in a Group's terms: operations, dtypes, one contiguous tensor for several."""
+"""Converts arguments of torch's collectives for a `Group`: operations, dtypes, and several tensors into one."""
 
 from __future__ import annotations
 

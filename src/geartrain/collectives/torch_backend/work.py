@@ -1,9 +1,11 @@
-"""Implementation of torch's `Work` for an all-reduce, and the threads that complete its futures.
+"""torch's `Work` for an all-reduce, and the threads that complete its futures.
 
-Native operations end by themselves; a thread has to wait for them and report. That is the caller of `wait` or, once a
-future was requested, the group's `Finisher`, which takes works in the order they were made; whoever comes first
-completes the future. DDP requests futures; plain `dist.all_reduce` does not, and then costs no thread. Errors are
-raised where the work is waited for, and never end the process.
+Native operations end by themselves, but a thread has to wait for them and report the end. This thread is the caller of
+`wait` or, once a future was requested, the group's `Finisher`. Whichever is first completes the future. The `Finisher`
+takes works in the order in which they were made.
+
+DDP requests futures. Plain `dist.all_reduce` does not, so it needs no thread. Errors are raised where the work is
+waited for, and never end the process.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from geartrain.errors import GeartrainError, WaitTimeoutError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: How long the callbacks of one work may hold up those of the next: they may wait for it.
+#: Longest time that callbacks of one work delay the next work's callbacks, for which they may be waiting.
 STALL_S = 0.05
 
 
@@ -46,16 +48,16 @@ def uncompiled(function: Function) -> Function:
 def backend_error(error: Exception) -> dist.DistBackendError:
     """torch's error, a `RuntimeError`, with the text of one of geartrain's.
 
-    It has no kinds but what the text says: programs look for "timed out", as in Gloo's and NCCL's.
+    Programs recognise its kind by the text only: they look for "timed out", as in the errors of Gloo and NCCL.
     """
     late = "Timed out waiting: " if isinstance(error, TimeoutError) else ""
     return dist.DistBackendError(f"geartrain: {late}{error}")
 
 
 class TorchWork(dist.Work):
-    """torch's handle of one all-reduce. `wait`, `get_future`, `is_completed`, `exception`, `result` as torch has them.
+    """torch's handle of one operation, with `wait`, `get_future`, `is_completed`, `exception` and `result`.
 
-    Waited for by one thread at a time; the others wait for that one.
+    If several threads wait, one of them waits for the operation, and the others wait for that thread.
 
     Args:
         wait: waits for the operation until a deadline (seconds; None: the operation's own) and does what follows it;
@@ -111,7 +113,10 @@ class TorchWork(dist.Work):
         return True
 
     def wait_on_host(self, timeout_s: float | None = None) -> None:
-        """Returns when the result is in the tensors. Raises `DistBackendError`, always the same, if there is none."""
+        """Returns when the result is in the tensors.
+
+        If the operation failed, raises `DistBackendError`, the same every time.
+        """
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         with held(self._waiting, -1 if timeout_s is None else timeout_s) as mine:
             if not mine:
@@ -205,11 +210,11 @@ class TorchWork(dist.Work):
 
 
 class Finisher:
-    """Threads that wait for works in order and then complete their futures. They start with the first.
+    """Threads that wait for works in order and then complete their futures. They start with the first work.
 
-    Completing a future runs its callbacks, those of one work after those of the work before. A callback may start
-    further all-reduces and wait for their futures: works made in a callback are completed by other threads, those of
-    the next depth. One that waits for a work behind its own only delays that one (`STALL_S`).
+    Completing a future runs its callbacks. Callbacks of one work run after those of the work before it. A callback may
+    start further all-reduces and wait for their futures: works made in a callback have threads of their own, one set
+    for each depth. If a callback waits for a work behind its own, the wait delays only that work (`STALL_S`).
     """
 
     def __init__(self, name: str) -> None:
@@ -236,12 +241,15 @@ class Finisher:
             completions.close(until_s)
 
 
-#: `depth` of a thread that runs callbacks: one more than that of their work.
+#: Per thread that runs callbacks: their `depth`, which is one more than their work's.
 _callbacks = threading.local()
 
 
 class _Completions:
-    """Works of one depth, and the threads that complete them: one that is not in a callback, while there are works."""
+    """The works of one depth, and the threads that complete them.
+
+    While there are works, at least one thread is free to start.
+    """
 
     def __init__(self, name: str, depth: int) -> None:
         self._name = name

@@ -1,1 +1,1 @@
-"""Tensors in calls and results: device maps, transfer paths, registered memory."""
+"""Tensors in calls and results: device maps, transfer channels, registered memory."""

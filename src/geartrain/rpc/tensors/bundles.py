@@ -1,4 +1,4 @@
-"""Tensor bundles: leaves of a message that are transferred together out of band, as the message describes them."""
+"""Tensor bundles: groups of tensors that one message describes and a channel transfers out of band."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from geartrain.rpc.tensors.channels import ARRAY, TENSOR, LeafSpec, TensorChanne
 from geartrain.rpc.tensors.device_map import CPU
 from geartrain.rpc.tensors.pytree import KeyPath, put_back
 
-#: Arrays and CPU tensors of so many bytes go over NIXL where it was asked for: a transfer costs some round trips.
+#: Smallest arrays and CPU tensors, in bytes, that NIXL transfers if requested: a transfer costs some round trips.
 NIXL_BYTES = _native.OUT_OF_BAND_BYTES
 NONCE_BYTES = 64
 

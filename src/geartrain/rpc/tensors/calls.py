@@ -1,4 +1,7 @@
-"""Functions that clients call on a server to transfer tensors: leases, nonces, and writes of held results."""
+"""RPC functions that a client calls on a server to transfer tensors.
+
+They lease and revoke buffers, send and check nonces, and write held results into the client's memory.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,12 @@
-"""Channels of tensors: one end of a connection leases buffers to its peer, and writes into those that the peer leased.
+"""Channels that transfer tensors between two peers, outside of messages.
 
-`cuda_ipc`  between GPUs of one host; `nixl`  from and to any memory, registered with NIXL; and `host`, in the message,
-which needs nothing of this. For the other two the receiver leases a buffer, the sender writes tensors into it, and the
+| channel | from and to |
+|---|---|
+| `cuda_ipc` | GPUs of one host |
+| `nixl` | any memory, registered with NIXL |
+| `host` | tensors in the message itself; needs nothing of this module |
+
+With `cuda_ipc` and `nixl`, the receiver leases a buffer to its peer. The sender writes tensors into the buffer, and the
 receiver takes them out.
 """
 
@@ -21,13 +26,13 @@ from geartrain.errors import BusyError, DeviceError, MessageError, TransportErro
 from geartrain.rpc.tensors.device_map import CPU
 from geartrain.transport.nixl_memory import RegisteredBuffer, RegisteredMemoryPool
 
-#: Dtype's code, shape, offset in the buffer, and what it is: a tensor or an array.
+#: Dtype code, shape, offset in the buffer, and kind (tensor or array) of a leaf.
 LeafSpec = tuple[int, tuple[int, ...], int, str]
 TENSOR, ARRAY = "tensor", "array"
 
 
 class TensorChannels:
-    """One end of one connection. Leased buffers have numbers, by which the peer names them."""
+    """The channels at one end of a connection. Each leased buffer has a number, by which the peer names it."""
 
     def __init__(self, driver: DeviceRuntime, memory: RegisteredMemoryPool, max_leased_bytes: int) -> None:
         self.driver = driver
@@ -94,7 +99,7 @@ class TensorChannels:
         return b""
 
     def take(self, number: int, token: bytes, specs: list[LeafSpec]) -> list[Any]:
-        """The leaves that were written into a buffer, whose lease ends."""
+        """The leaves that the peer wrote into a buffer. Ends the lease."""
         with self._lock:
             if number not in self._leases:
                 raise MessageError(f"no buffer is leased under number {number}")
@@ -130,7 +135,7 @@ class TensorChannels:
             buffer.abandon()
 
     def close(self) -> None:
-        """The connection ends: revokes all leases, and closes what was opened of the peer's."""
+        """The connection ends: revokes all leases, and closes the peer's memory that was opened here."""
         with self._lock:
             self._closed, leases, self._leases = True, self._leases, {}
         for channel, _, buffer in leases.values():
@@ -147,7 +152,7 @@ class TensorChannels:
 
 
 class HeldLeaves(list[Any]):
-    """Leaves that wait in registered memory until the peer has leased a buffer for them."""
+    """Tensors that wait in registered memory until the peer has leased a buffer for them."""
 
     def __init__(self, buffer: RegisteredBuffer, nbytes: int) -> None:
         self.buffer, self.nbytes = buffer, nbytes
@@ -158,7 +163,7 @@ class HeldLeaves(list[Any]):
 
 
 class _GpuBuffer:
-    """Memory of a GPU that NIXL writes to: registered for one push, and copied out in the stream's order."""
+    """GPU memory that NIXL writes to. It is registered for one push, and copied out in the order of the stream."""
 
     def __init__(self, driver: DeviceRuntime, device: int, nbytes: int) -> None:
         self._driver, self._device, self.nbytes = driver, device, nbytes
@@ -169,7 +174,7 @@ class _GpuBuffer:
         self.descriptor = self._region.descriptor
 
     def tensors(self, specs: list[LeafSpec]) -> list[Any]:
-        """What was written."""
+        """The tensors that were written."""
         driver, taken = self._driver, []
         for code, shape, offset, _ in specs:
             tensor = driver.empty(self._device, code, shape)

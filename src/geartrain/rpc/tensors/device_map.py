@@ -1,11 +1,14 @@
-"""Device maps: which GPU of a peer a tensor goes to, and which GPU here a result on it comes back to.
+"""Device maps: choose the peer's GPU that a tensor is sent to, and the local GPU that a result returns to.
 
-A map is given per peer, as for `torch.distributed.rpc`: `{"learner": {0: 1}}` sends tensors on cuda:0 to the learner's
-cuda:1, and results on its cuda:1 come back to cuda:0. As text it is `<peer>_<local GPU>_<peer's GPU>,...`, where the
-peer is a rank or a name: `1_0_0,2_0_1`. Without one it is the GPU of the same index if the peer has it, else one of its
-GPUs in turn, else its CPU.
+As in `torch.distributed.rpc`, a map is given per peer. `{"learner": {0: 1}}` sends tensors on cuda:0 to cuda:1 of the
+learner. Results on the learner's cuda:1 return to cuda:0.
 
-Pure functions: nothing here knows CUDA.
+A map can also be text: `<peer>_<local GPU>_<peer's GPU>,...`, for example `1_0_0,2_0_1`. The peer is a rank or a name.
+
+Without a map, a tensor goes to the GPU with the same index if the peer has it. Otherwise it goes to one of the peer's
+GPUs in turn, or to the CPU if the peer has no GPU.
+
+This module has pure functions only and does not use CUDA.
 """
 
 from __future__ import annotations
@@ -17,22 +20,22 @@ from typing import Any
 from geartrain.core.arguments import shown
 from geartrain.errors import DeviceError
 
-#: In the place of a GPU's index.
+#: Stands for a GPU's index.
 CPU = -1
 
-#: Of each peer, by name or rank as text: which of its GPUs each one here goes to.
+#: For each peer, by name or rank as text: its GPU for each GPU here.
 Maps = dict[str, dict[int, int]]
 
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """The map to one peer; `given` is None when it is chosen automatically."""
+    """The device map to one peer. `given` is None if devices are chosen automatically."""
 
     peer: str
     given: Mapping[int, int] | None = None
 
     def there(self, here: int, their_count: int) -> int:
-        """Where a tensor on GPU `here` goes on the peer, which has so many. Raises `DeviceError`.
+        """The peer's device for a tensor on GPU `here`. The peer has `their_count` GPUs. Raises `DeviceError`.
 
         Example:
             >>> DeviceMap("learner", {0: 1}).there(0, 2), DeviceMap("learner").there(3, 2)
@@ -66,7 +69,7 @@ class DeviceMap:
 
 
 def automatic(index: int, count: int) -> int:
-    """The same index where there are so many, else one of them in turn, else the CPU.
+    """The same index if the peer has that GPU, else one of its GPUs in turn, else the CPU.
 
     Example:
         >>> [automatic(i, 2) for i in range(4)], automatic(3, 0)
@@ -118,7 +121,7 @@ def parse(text: str) -> Maps:
 
 
 def of_peer(maps: Maps, names: tuple[str, ...]) -> DeviceMap:
-    """The map to a peer that goes by any of these names, the first of which is its own."""
+    """The map to a peer that goes by any of these names. The first name is its own."""
     for name in names:
         if name in maps:
             return DeviceMap(names[0], maps[name])

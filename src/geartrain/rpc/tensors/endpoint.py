@@ -1,16 +1,18 @@
-"""Out-of-band tensors of one node: tensors on GPUs and, over NIXL, big ones on the CPU.
+"""Out-of-band tensors of one node: tensors on GPUs and, over NIXL, large tensors on the CPU.
 
-A message whose kind has the bit `OUT_OF_BAND` holds (value, bundles): the value with None where leaves were taken out,
-and for each bundle of leaves (channel, device, number, token, entries), an entry being (key path, spec). Bundles of the
-channel `host` have their leaves in the value, as CPU tensors, and say which GPU they are for.
+Messages. If a message's kind has the bit `OUT_OF_BAND`, its value is a pair (value, bundles). In the value, None stands
+where a tensor (a leaf) was taken out. A bundle is (channel, device, number, token, entries), and each entry is
+(key path, spec). A bundle of the channel `host` leaves its tensors in the value, as CPU tensors, and names their GPU.
 
-Arguments. The client knows the device map; it leases a buffer of the server (`geartrain.rpc.lease`), writes into it,
-and sends the call.
-Results. The server holds copies of the leaves and replies with their specs; the client leases a buffer of its own and
-has the server write into it (`geartrain.rpc.push`). Where no channel is known to work, the leaves go in the message.
+Arguments. The client knows the device map. It leases a buffer of the server (`geartrain.rpc.lease`), writes the tensors
+into it, and then sends the call.
 
-A channel between two GPUs is used once a nonce has come through it (`TensorSender.channel`); before, and where none
-does, tensors are copied through pinned host memory, and a log line says so once.
+Results. The server keeps copies of the tensors and replies with their specs. The client leases a buffer of its own and
+requests the server to write into it (`geartrain.rpc.push`). If no channel is known to work, the message contains the
+tensors.
+
+Verification. A channel between two GPUs is used only after a nonce has come through it (`TensorSender.channel`). Until
+then, tensors are copied through pinned host memory. If no channel works they always are, and a log line says so once.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from geartrain.rpc.tensors.device_map import Maps, maps_of
 from geartrain.rpc.tensors.pytree import KeyPath, take_out
 from geartrain.transport.nixl_memory import RegisteredMemoryPool
 
-#: Channels that can be forced; messages then still use the transport that was chosen for them.
+#: Channels that can be forced. Messages still use the connection's own transport then.
 CHANNELS = ("cuda_ipc", "nixl")
 
-#: A value without its leaves, and these.
+#: A value without its leaves, and the leaves.
 TakenOut = tuple[Any, list[tuple[KeyPath, Any]]]
 
 
 class DeviceTensors:
-    """A node's side of transferring tensors: the driver, the device maps, and which channel was asked for."""
+    """A node's state for tensor transfers: the CUDA driver, the device maps, and the channel that was asked for."""
 
     def __init__(
         self, device_map: Any, transport: str | None, driver: DeviceRuntime | None, max_leased_bytes: int

@@ -1,4 +1,4 @@
-"""Pytrees: leaves taken out of nested containers before encoding, and put back by their key paths."""
+"""Pytrees: takes leaves out of nested containers before encoding, and puts them back by their key paths."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from geartrain.errors import MessageError
 from geartrain.transport.codec import MAX_DEPTH
 
-#: Where a leaf stands: at each level the position in the tuple or list, or of the item in the dict.
+#: Path to a leaf: at each level the position in the tuple or list, or of the item in the dict.
 KeyPath = tuple[int, ...]
 
 
 def take_out(value: Any, wanted: Callable[[Any], bool]) -> tuple[Any, list[tuple[KeyPath, Any]]]:
-    """The value with None for the leaves that are wanted, and these by key path; the value itself is not changed.
+    """Takes the wanted leaves out of a value. Returns a copy with None in their places, and the leaves by key path.
 
-    Looks into tuples, lists and the values of dicts, as the codec does; what it does not look into stays.
+    It looks into tuples, lists and the values of dicts, as the codec does. Other values stay as they are.
 
     Example:
         >>> take_out({"a": [1, "x"], "b": "y"}, lambda leaf: isinstance(leaf, str))

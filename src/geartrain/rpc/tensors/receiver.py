@@ -1,4 +1,7 @@
-"""Server side of tensor transfers: takes tensors of calls, and holds those of results until the client fetches them."""
+"""Server side of tensor transfers.
+
+Receives the tensors of calls, and holds the tensors of results until the client fetches them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from geartrain.rpc.tensors.pytree import put_back
 
 
 class TensorReceiver:
-    """The server's end of one connection; tensors/calls.py has what its client calls."""
+    """The server's end of tensor transfers on one connection. tensors/calls.py has the functions that clients call."""
 
     def __init__(self, devices: DeviceTensors, connection: _native.Connection) -> None:
         self.devices = devices
@@ -43,9 +46,9 @@ class TensorReceiver:
         return put_back(tree, found)
 
     def out_of_band(self, value: Any, encodable: bool, tag: int, _: float) -> tuple[int, Any] | None:
-        """The bit of a result's kind, and what is sent in its place; leaves that are not in it are held for the call.
+        """The bit of a result's kind, and the value to send instead. Leaves that are not in it are held for the call.
 
-        None where all of the result goes in the message.
+        None if the whole result goes in the message.
         """
         taken = self.devices.take_out(value, encodable, self.forced == "nixl")
         return None if taken is None else (OUT_OF_BAND, self._hold(*taken, tag))
@@ -132,7 +135,7 @@ class TensorReceiver:
 
     @property
     def held(self) -> int:
-        """Results of which something is held."""
+        """Results whose tensors are held."""
         return len(self._held)
 
     def close(self) -> None:

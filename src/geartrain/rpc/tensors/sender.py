@@ -1,4 +1,7 @@
-"""Client side of tensor transfers: sends tensors of calls, fetches those of results, and chooses the channels."""
+"""Client side of tensor transfers.
+
+Sends the tensors of calls, fetches the tensors of results, and chooses the channels.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class TensorSender:
-    """The client's end of one connection.
+    """The client's end of tensor transfers on one connection.
 
     Args:
         devices: this node's.
@@ -84,9 +87,9 @@ class TensorSender:
     # --- arguments --------------------------------------------------------------------------------------------------
 
     def out_of_band(self, value: Any, encodable: bool, _: int, timeout_s: float) -> tuple[int, Any] | None:
-        """The bit of a call's kind, and what is sent in its value's place; tensors not in it are sent now, or queued.
+        """The bit of a call's kind, and the value to send instead. Tensors not in the value are sent now, or queued.
 
-        None where all of the value goes in the message.
+        None if the whole value goes in the message.
         """
         taken = self._devices.take_out(value, encodable, self._devices.forced == "nixl")
         if taken is None:
@@ -146,7 +149,7 @@ class TensorSender:
     def fetch(self, value: Any, tag: int, timeout_s: float, elsewhere: bool) -> Any:
         """A result with the leaves that the server holds.
 
-        `elsewhere`: another thread will use it, whose current stream may be another one, so it waits for the copies.
+        `elsewhere`: another thread will use the result, perhaps on another stream, so this call waits for the copies.
         """
         until_s = time.monotonic() + timeout_s
         tree, bundles = checked(value)
@@ -239,7 +242,7 @@ class TensorSender:
             return self._chosen[here, there]
 
     def _verify_channel(self, here: int, there: int, until_s: float) -> None:
-        """Sends a nonce over cuda_ipc, and asks the server what it received. Raises `TransportError`."""
+        """Sends a nonce over cuda_ipc, and has the server return what arrived. Raises `TransportError`."""
         assert self._channels is not None
         driver = self._devices.driver
         for why, where in ((driver.why_no_ipc(), "here"), (self._their_no_ipc, "there")):
