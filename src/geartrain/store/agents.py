@@ -1,4 +1,4 @@
-"""Agent recorder: the steps of agents that come and go, as PettingZoo's parallel environments have them.
+"""Agent recorder: records agents that join and leave, as in PettingZoo's parallel environments.
 
     with store.agent_recorder(len(env.possible_agents)) as recorder:
         observations, _ = env.reset(seed=0)
@@ -10,9 +10,12 @@
                 observations, action=actions, reward=rewards, terminated=terminations, truncated=truncations,
             )
 
-What an agent does from its first observation to its end is an episode, in rows of its own (recorder.py). An agent that
-is observed and is in no episode begins one with that observation; one whose flags say so ends with it; one that is no
-longer observed is ended where it was.
+One episode lasts from an agent's first observation to its end. Each agent's episodes go to rows of their own;
+recorder.py describes their contents.
+
+- An agent that is observed and has no open episode starts one with that observation.
+- An agent whose `terminated` or `truncated` flag is set ends its episode with that step.
+- If an agent is no longer observed, its episode ends with its last recorded step.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Directory of a checkpoint, held open: its files stay readable, whatever is saved over it meanwhile.
+"""Directory of a checkpoint, held open and locked while a process reads or writes it.
 
-A save exchanges one directory for another and removes what it replaced, and steps of a job are removed when they are
-old. So whoever reads or writes a checkpoint holds a shared lock on its directory (flock, which goes with the last
-descriptor of its open file, however its process ends), and whoever removes one needs an exclusive lock, or leaves it:
-a replaced one then has the name .NAME.*.saving, and is removed by the last of its readers or by the next save.
+A save replaces the checkpoint's directory by a new one and removes the old one. A series of checkpoints also removes
+the oldest. The lock keeps a checkpoint's files readable meanwhile:
 
-A file system without such locks (NFS) has files removed at once. A reader that misses one, because its checkpoint was
-replaced, gets `SupersededError` and starts again with the one that is there now.
+- Readers and writers hold a shared `flock` on the directory. The kernel drops it when the process dies.
+- A process that wants to remove the directory needs an exclusive lock. If it gets none, it leaves the directory there.
+- A replaced directory that is still being read is named .NAME.*.saving. Its last reader or the next save removes it.
+
+File systems without such locks (NFS) remove the files at once. A reader that misses a file then gets `SupersededError`.
+It starts again with the checkpoint that has replaced its own.
 """
 
 from __future__ import annotations

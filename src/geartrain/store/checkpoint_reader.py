@@ -1,6 +1,6 @@
-"""Reading a checkpoint: its schema, row table and blocks, and filling a new store with them.
+"""Reads a checkpoint's schema, row table and blocks, and fills a new store with them.
 
-The format stands in checkpoint_format.py.
+checkpoint_format.py describes the format.
 """
 
 from __future__ import annotations

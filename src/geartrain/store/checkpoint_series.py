@@ -1,11 +1,12 @@
-"""Series of checkpoints: a directory with the last few of a store, the newest under the name `latest`.
+"""Series of checkpoints: a directory with the last few checkpoints of a store, the newest under the name `latest`.
 
     PATH/20261123T064500-120Z    a checkpoint (checkpoint_format.py), named by the UTC time of its save
     PATH/latest                  a symbolic link to the newest
-    PATH/.lock                   whose lock the process has that saves here
+    PATH/.lock                   locked by the process that saves here
 
-A checkpoint appears complete or not at all, then `latest` is exchanged for one that leads to it, then the oldest are
-removed: killed at any instant, what is there is whole. One that is being read is removed by a later save.
+A save first adds a complete checkpoint, then replaces the link `latest`, and then removes the oldest checkpoints. So a
+process killed at any instant leaves only complete checkpoints and a valid `latest`. A checkpoint that is still being
+read is removed by a later save.
 """
 
 from __future__ import annotations

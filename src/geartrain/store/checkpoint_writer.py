@@ -1,6 +1,6 @@
-"""Writing a checkpoint: chunks of the previous one are hard-linked, new rows are copied out of the store.
+"""Writes a checkpoint: hard-links chunks of the previous one and copies new rows out of the store.
 
-The format stands in checkpoint_format.py.
+checkpoint_format.py describes the format.
 """
 
 from __future__ import annotations

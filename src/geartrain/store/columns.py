@@ -1,4 +1,4 @@
-"""Columns of a store: NumPy and torch views of its blocks, and values given for several rows."""
+"""Columns of a store: NumPy and torch views of its blocks, and checks of values given for several rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Store handle: what any process that has a segment open can read of it, and how it leaves."""
+"""Store handle: what a process can read from an open segment, and how it closes the segment."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Journal of a store: committed rows and removals on disk within a bound, and the store made from them again.
+"""Journal of a store: writes committed rows and removals to disk within a time bound, and restores the store.
 
-One process writes: the one that has the lock of the journal's directory. Every process that has the store open has a
-thread that tries for the lock every `CHECK_S`; the kernel drops it when its holder dies, and the next one reads what
-the journal holds and goes on (docs/decisions/050-the-lock-holder-writes-the-journal.md). The bound is kept by those
-who commit: where what was committed longer ago is not on the disk, they wait (native/store/journal.cc).
+One process at a time writes the journal: the one that holds the lock of the journal's directory. Every process that has
+the store open runs a thread that tries to get the lock every `CHECK_S`. If the holder dies, the kernel drops the lock.
+The next holder reads the journal and continues it (docs/decisions/050-the-lock-holder-writes-the-journal.md).
+
+Commits enforce the bound. If earlier commits have been missing on disk for longer than the bound, new commits wait
+(native/store/journal.cc).
 """
 
 from __future__ import annotations

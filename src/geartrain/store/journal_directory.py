@@ -1,8 +1,8 @@
-"""Directory of a journal: its manifest, segment files and lock, and what a reader finds in them.
+"""Directory of a journal: its manifest, segment files and lock, and the contents that a reader finds in them.
 
-Whoever writes a journal, or restores from it, has the lock of `journal.lock`, which the kernel drops when the process
-dies. `contents` reads what all frames together say. A frame at the end of the last segment that is not whole was being
-written at a power cut: it is cut off before anything is appended.
+A process must hold the lock of `journal.lock` to write a journal or to restore from it. The kernel drops the lock when
+the process dies. `contents` combines all frames into one result. A power cut can leave an incomplete frame at the end
+of the last segment. The next writer cuts it off before it appends anything.
 """
 
 from __future__ import annotations

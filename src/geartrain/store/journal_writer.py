@@ -1,13 +1,13 @@
-"""Journal writer: passes that append what a store has committed and removed since the last one, and compaction.
+"""Journal writer: appends what the store committed and removed since the last pass, and compacts segments.
 
-A pass compares the store with what the journal holds, so nothing is noted when rows are committed: new rows are the end
-of the store's order of commits, removed ones those whose generation is another by now. It writes removals, then rows in
-the order of their commits, then flushes; only then does it count. A pass that fails is taken back, file and all, and
-the next one begins where it began.
+A pass compares the store with what the journal holds, so commits need not note anything. New rows are the end of the
+store's order of commits. Removed rows are those whose generation has changed. A pass writes removals, then rows in the
+order of their commits. It counts only after a flush. A pass that fails is undone, in the file too, and the next pass
+starts at the same point.
 
-Compaction: segments are removed from the oldest on, once none of their rows is the newest record of a living row. When
-the files take more than twice the bytes of living rows and two segments more, or are many, the oldest segment's living
-rows are appended again, as they are in the store, and it goes with the next pass.
+Compaction removes the oldest segments. A segment can go once it holds no living row's newest record. If the files
+exceed twice the bytes of living rows plus two segments, or are many, the writer appends the oldest segment's living
+rows again. The next pass then removes that segment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stores with a journal on disk: the handle's part of it, from its beginning to the handle's end."""
+"""Stores with a journal on disk: starts the journal when a handle opens, and ends it when the handle closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Priorities by key: of rows, or of steps where a store keeps those."""
+"""Sets priorities by key: priorities of rows, or of steps if the store keeps those."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     store = gt.Store.create("episodes", fields, capacity=100_000)
     store.limiter.set(samples_per_insert=8, min_size_to_sample=1_000, error_buffer=2_000)
 
-From then on commits wait while the learners are behind, and every `Replay` of the store waits while the actors are. The
-terms are Reverb's. native/segment/rate_limiter.h has the formula.
+Afterwards commits wait while the learners are behind, and every `Replay` of the store waits while the actors are
+behind. The settings have Reverb's names. native/segment/rate_limiter.h has the formula.
 """
 
 from __future__ import annotations

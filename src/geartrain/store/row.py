@@ -1,4 +1,4 @@
-"""Rows that are being written: views of their blocks, commit and abandon."""
+"""Rows being written: views of their blocks, commit and abandon."""
 
 from __future__ import annotations
 

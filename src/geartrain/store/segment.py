@@ -1,4 +1,4 @@
-"""Segments of stores: creation with checked limits, replacement of a dead run's, comparison of schemas."""
+"""Segments of stores: creation with checked limits, replacement of a dead run's segment, comparison of schemas."""
 
 from __future__ import annotations
 

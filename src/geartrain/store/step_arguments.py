@@ -1,4 +1,4 @@
-"""Arguments of a recorder's step that need more than the native call does: tensors, numbers, dicts, other dtypes."""
+"""Slow path of a recorder's step: converts tensors, numbers, dicts and other dtypes for the native call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a store, written and changed: allocate, insert, record steps, set priorities, rewrite, delete, evict."""
+"""Writing to a store: allocate, insert, record steps, set priorities, rewrite, delete and evict rows."""
 
 from __future__ import annotations
 

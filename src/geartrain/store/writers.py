@@ -1,4 +1,4 @@
-"""Expected writers of a store: those that are starting, and have not opened it yet."""
+"""Expected writers of a store: writers that are starting and have not opened the store yet."""
 
 from __future__ import annotations
 
