@@ -1,4 +1,4 @@
-"""Actor: rollout loop that steps environments with a policy and records the episodes in a store."""
+"""Actor: a loop that steps environments with a policy and records the episodes in a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores of a job by key: rows fetched, updated and removed in whichever store they are, of this host or of another.
+"""A job's stores as one: fetches, updates and removes rows by key, on this host or on others.
 
 stores = context.stores()                                      # under `geartrain launch`, with Job.serve_stores
 batch = gt.fetch(stores, keys, window=20)                      # keys of several hosts' stores, in one batch

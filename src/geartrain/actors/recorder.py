@@ -1,6 +1,6 @@
-"""Episode recorder: one environment's episodes, a step at a time, over a store's `StepRecorder`.
+"""Episode recorder: records one environment's episodes, one step a call, through a store's `StepRecorder`.
 
-The layout of rows is that of geartrain/store/recorder.py. For many environments that are stepped together use
+geartrain/store/recorder.py describes the layout of rows. For many environments that are stepped together use
 `Store.recorder`, as `Actor` does.
 """
 

@@ -1,10 +1,10 @@
-"""Remote store: a store of another process or host, by the name under which it is served there.
+"""Remote store: a client for a store of another process or host, by the name under which it is served.
 
     node = rpc.init("simulator-3", ...)
     store = RemoteStore(node, "learner", "replay")
     Actor(environments, policy, store).run(steps=1_000_000)     # no store, learner or GPU on this host
 
-The other side is `geartrain.actors.StoreServer`.
+`geartrain.actors.StoreServer` is the server.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Store server: stores of this process that peers insert into, record in, fetch from and update, by name.
+"""Store server: peers insert into this process's stores, record in them, fetch from them and update priorities.
 
     node = rpc.init("learner", ...)
     with StoreServer(node, store, "replay"):
         train(gt.Replay(store, ...))
 
-A peer's side is `geartrain.actors.RemoteStore`. What arrives is written into the store's rows by the same native calls
-that local writers use, out of the buffers of the transport: one copy on this side.
+`geartrain.actors.RemoteStore` is the client. The server writes arriving data from the transport's buffers straight into
+the store's rows, so this side copies it once. It uses the same native calls as local writers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Vectorised environment interface, and its adapters for Gymnasium and PettingZoo.
 
-Gymnasium has three autoreset modes, PettingZoo has agents that come and go. The interface hides both: a step returns
-the observation that the action led to, also at the end of an episode, and the one to act on next.
+The interface hides two differences: Gymnasium's three autoreset modes, and PettingZoo's agents that join and leave. A
+step always returns two observations. The first is the one that the action led to, even at the end of an episode. The
+second is the one to act on next.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""SMAX: battles like those of the StarCraft multi-agent challenge, as JaxMARL plays them, all n in one compiled step.
+"""SMAX: JaxMARL's battles after the StarCraft multi-agent challenge, with all n battles in one compiled step.
 
 Tasks are the maps: 3m, 8m, 2s3z, 3s5z, 5m_vs_6m, 3s_vs_5z, 25m, smacv2_5_units and JaxMARL's others. A team of agents
-fights one that is played by a heuristic. Every agent observes what it sees ("agents"), which of its actions are
-possible ("available"), and for critics there is the global state ("state"). The team has one reward: the damage
-it does, 1 for all of it, and 1 more for the victory.
+fights a team that a heuristic plays.
 
-A map takes 10 s or more to compile; with JAX_COMPILATION_CACHE_DIR set JAX keeps the result for the next process.
+Observations have three parts. "agents" is each agent's own view, and "available" are its possible actions. "state" is
+the global state for critics. The team shares one reward: the damage it does, 1 in total, and 1 more for the victory.
+
+Compiling a map takes 10 s or more. With JAX_COMPILATION_CACHE_DIR set, JAX keeps the result for the next process.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Episodes and sources: the interface between importers and stores, and the names of fields.
 
-A *source* is anything that can be iterated, more than once, for `Episode`s. It holds one episode (or
-one slice of a file) in memory at a time, so a dataset larger than memory can be imported. The file of
-each format has one `Source`; `ingest` in importer.py writes them into a store.
+A *source* is an iterable of `Episode`s that can be iterated more than once. It holds one episode (or one slice of a
+file) in memory at a time, so a dataset larger than memory can be imported. Each format's file has one `Source`.
+`ingest` in importer.py writes its episodes into a store.
 
-Names. Every importer uses the standard terms, in the singular: `obs`, `action`, `reward`,
-`terminated`, `truncated`, `next_obs`, and `final_obs` for the observation after the last step, once a
-row. Nested observations are flattened with dots (`obs.state`, `obs.images.front`), as
-`TensorDict.unflatten_keys()` expects.
+Every importer uses the same singular names: `obs`, `action`, `reward`, `terminated`, `truncated` and `next_obs`.
+`final_obs` is the observation after the last step, once for each row. Nested observations are flattened with dots
+(`obs.state`, `obs.images.front`), as `TensorDict.unflatten_keys()` expects.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Export to NumPy files: an `.npz` archive, or a folder of `.npy` files that can be mapped.
+"""Export to NumPy files: an `.npz` archive, or a folder of `.npy` files that can be memory-mapped.
 
-The layout is the flat one of arrays.py: a timed field's steps of all rows behind each other, (N, ...), and `ends`, one
-past each row's last step. What a row has once is (rows, ...), and named in `untimed`.
+The layout is the flat one of arrays.py. A timed field is (N, ...): the steps of all rows, concatenated. `ends` has the
+position one past each row's last step. A field with one value for each row is (rows, ...) and is named in `untimed`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Unfinished datasets of exports that were killed: told from those at work by a lock that dies with its owner."""
+"""Cleanup after killed exports: finds and removes their unfinished datasets.
+
+A running export holds a file lock next to its dataset, which the kernel releases when the process dies. So a later
+export can tell dead exports from running ones.
+"""
 
 from __future__ import annotations
 

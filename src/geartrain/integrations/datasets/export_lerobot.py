@@ -8,9 +8,12 @@
 | obs.x of uint8 (height, width, 1 or 3) | the dtype `image`: PNG inside the table, without loss |
 | the same with `video=True` and 3 channels | the dtype `video`: export_video.py |
 
-`index`, `episode_index` and `frame_index` are counted, `timestamp` is frame_index / fps where the store has none, and
-`task_index` is 0 where it has none. meta/stats.json and the episodes' table have each feature's minimum, maximum, mean,
-standard deviation and quantiles, whose means weighted by frames stand for those of all episodes, as in lerobot itself.
+`index`, `episode_index` and `frame_index` are counted. If the store has no `timestamp`, it is frame_index / fps. If the
+store has no `task_index`, it is 0.
+
+meta/stats.json and the table of episodes have each feature's minimum, maximum, mean, standard deviation and quantiles.
+The quantiles of all episodes are approximated, as in lerobot itself, by the mean of the episodes' quantiles, weighted
+by frames.
 """
 
 from __future__ import annotations

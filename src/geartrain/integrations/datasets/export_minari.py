@@ -7,7 +7,7 @@
 | reward, terminated, truncated | rewards, terminations, truncations |
 | infos.x, and every other timed field x | infos/x |
 
-Images are stored as they are, not as JPEG.
+Images are stored as raw arrays, not as JPEG.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Encoding of images as videos of LeRobot datasets: MP4 files with the episodes of a camera behind each other."""
+"""Encodes images as videos of LeRobot datasets: MP4 files, each with consecutive episodes of one camera."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Export of a store or checkpoint as a dataset: NPZ, a folder of NPY files, Parquet, Minari, LeRobot v3.
 
-Rows are read a group at a time and written behind each other, so that memory is bounded by the group (16 MB, or one
-row), however large the store is. What is written stands beside its destination under another name until it is
-complete.
+Rows are read and written one group at a time. A group is 16 MB or one row, which bounds memory however large the store
+is. The export is written next to its destination under another name and renamed when it is complete.
 """
 
 from __future__ import annotations

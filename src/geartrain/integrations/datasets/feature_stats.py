@@ -1,4 +1,4 @@
-"""Statistics of features as LeRobot datasets keep them: of each episode, and of all."""
+"""Statistics of features for LeRobot datasets: of each episode, and of the whole dataset."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Decoding of images (PNG, JPEG), by Pillow, and the form in which images and frames of videos are stored.
+"""Decodes PNG and JPEG images with Pillow, and defines how images and video frames are stored.
 
-Both RLDS and LeRobot keep images as compressed bytes inside their tables. PNG decodes to the bytes
-that were written. JPEG decoders differ by a grey level here and there, so a pixel can differ by one
-from what TensorFlow's decoder gives for the same file.
+RLDS and LeRobot both keep compressed images inside their tables. PNG decodes to exactly the original bytes. JPEG
+decoders differ slightly, so a pixel can differ by one from what TensorFlow decodes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows that are filled from episodes, several at a time where threads make their values, and committed in order."""
+"""Fills rows of a store from episodes, with threads for deferred values, and commits them in order."""
 
 from __future__ import annotations
 

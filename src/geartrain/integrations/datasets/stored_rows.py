@@ -1,6 +1,6 @@
-"""Rows of a store or checkpoint for export: read group by group, in the order of their commits, in bounded memory.
+"""Reads rows of a store or checkpoint for export: group by group, in commit order, in bounded memory.
 
-Rows that hold several episodes are split: each episode is a trajectory of its own, as in a store whose rows are one.
+A row with several episodes is split, so that each episode becomes a trajectory of its own.
 """
 
 from __future__ import annotations

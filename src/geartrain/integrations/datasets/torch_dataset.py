@@ -1,11 +1,10 @@
 """Importer of a torch `Dataset`, map-style or iterable, whose items are episodes.
 
-An item is a dict, a tuple or a named tuple of tensors, NumPy arrays and numbers, nested at will; each
-item becomes a row. Everything with at least one axis is taken as timed, with time first, unless
-`untimed` says otherwise; numbers are values the row has once. For a dataset whose items are single
-samples without any time (an image and its label), `untimed=True` takes them all as such.
+Each item becomes a row. An item is a dict, a tuple or a named tuple of tensors, NumPy arrays and numbers, which may be
+nested. Values with at least one axis are timed, with time first, unless `untimed` names them. Numbers are values that
+the row has once. If the items are single samples without time (an image and its label), pass `untimed=True`.
 
-torch is not imported: any object with `detach()` is a tensor.
+torch is not imported: any object with `detach()` counts as a tensor.
 """
 
 from __future__ import annotations

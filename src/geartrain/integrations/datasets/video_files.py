@@ -1,9 +1,9 @@
-"""Frames of video files by their times, decoded by PyAV (FFmpeg).
+"""Reads frames of video files by their times, decoded by PyAV (FFmpeg).
 
-A file is read forwards, and a reader that has ended one episode is where the next one of the same file begins, so that
-frames that lie behind each other are decoded once. Elsewhere it seeks to the key frame before. A frame's time is its
-presentation time in the container, as LeRobot has it. Only MP4 containers on this machine are opened: no playlist under
-another name, nor whatever else a container can refer to.
+A reader keeps its position after an episode. If the next episode follows in the same file, it continues there, so no
+frame is decoded twice. Otherwise it seeks to the preceding key frame. A frame's time is its presentation time in the
+container, as in LeRobot. Only local MP4 containers are opened. Playlists under another name are refused, and so is
+anything else that a container can refer to.
 """
 
 from __future__ import annotations

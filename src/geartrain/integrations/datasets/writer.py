@@ -1,4 +1,4 @@
-"""Writers of datasets: the interface of the formats that a store's rows are exported to."""
+"""Writers of datasets: the interface of all formats that a store can be exported to."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Child process that writes a dataset with a library whose faults must not end this one.
+"""Child process that writes a dataset with a library that might crash.
 
-HDF5 crashes a process that has a file open which it cannot flush. The child has the file; this side sends it rows and
-takes its answers, errors among them. A child that dies is an error with its cause, and one that is not needed any more
-is killed: what it wrote is removed anyway. It runs in a session of its own, so that a terminal's Ctrl-C reaches this
-side alone, and it ends when this side does.
+HDF5 crashes a process whose open file it cannot flush. So a child process opens the file. The parent sends it rows and
+receives its answers, including errors. If the child dies, the parent raises an error with the cause. If the parent no
+longer needs the child, it kills the child and removes the file. The child has its own session, so Ctrl-C in a terminal
+reaches only the parent. The child ends when the parent ends.
 
-Messages of both directions are pickles behind their length, 8 bytes, over a pair of sockets.
+Messages in both directions go over a socket pair: a length of 8 bytes, then a pickle.
 """
 
 from __future__ import annotations

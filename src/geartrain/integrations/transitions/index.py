@@ -1,7 +1,7 @@
-"""Index of a replay buffer's store: in which row and at which step a transition is, and where episodes begin and end.
+"""Index of a replay buffer's store: finds each transition's row and step, and where episodes begin and end.
 
-What is kept grows with rows and episodes, not with steps. It is made from the store, whoever wrote to it: rows that
-are complete are read once, those that are being written again when they have grown.
+Its memory grows with the number of rows and episodes, not of steps. The index is built from the store, so it includes
+transitions of all processes. It reads a complete row once, and rows in progress again when they have grown.
 """
 
 from __future__ import annotations

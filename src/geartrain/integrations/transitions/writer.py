@@ -1,4 +1,4 @@
-"""Writer of transitions: steps of n environments into a replay buffer's store, one native call for all of them."""
+"""Writer of transitions: adds one step of n environments to a replay buffer's store with one native call."""
 
 from __future__ import annotations
 
