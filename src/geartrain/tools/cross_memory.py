@@ -1,4 +1,4 @@
-"""Cross-memory attach: whether one process of this user may read another's memory here (process_vm_readv)."""
+"""Cross-memory attach: finds out whether a process may read another's memory here (process_vm_readv)."""
 
 from __future__ import annotations
 

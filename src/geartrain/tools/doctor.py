@@ -1,4 +1,4 @@
-"""Capability report of this machine: each feature ok, missing or broken, with the remedy and the details."""
+"""Capability report of this machine: whether each feature is ok, missing or broken, with details and the remedy."""
 
 from __future__ import annotations
 

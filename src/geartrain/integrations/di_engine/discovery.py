@@ -1,4 +1,4 @@
-"""Discovery of nodes: by address, by files of this host, or through a c10d store."""
+"""Discovery of nodes: by address, by files on this host, or through a c10d store."""
 
 from __future__ import annotations
 

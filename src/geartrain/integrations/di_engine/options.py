@@ -1,4 +1,4 @@
-"""Options of the message queue: its kind, device maps, the cluster's secret."""
+"""Options of the message queue: its type, device maps, the cluster's secret."""
 
 from __future__ import annotations
 

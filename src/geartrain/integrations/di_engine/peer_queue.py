@@ -1,4 +1,4 @@
-"""Event queue of a peer: events in flight to it, bounded by a window of events and bytes, and their encoding."""
+"""Event queue of one peer: encodes events in flight and bounds them by a window of events and bytes."""
 
 from __future__ import annotations
 

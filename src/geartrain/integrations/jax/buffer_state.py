@@ -1,4 +1,4 @@
-"""State of a replay buffer for JAX: a pytree of one number, which stands for a store."""
+"""State of a replay buffer for JAX: a pytree with one number, which refers to a store."""
 
 from __future__ import annotations
 

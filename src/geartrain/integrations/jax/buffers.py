@@ -1,4 +1,4 @@
-"""Replay buffers in flashbax's manner over a store: `init`, `add`, `sample`, `can_sample`, inside jit or outside."""
+"""Replay buffers with flashbax's interface over a store: `init`, `add`, `sample`, `can_sample`, in and outside jit."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Streams of timesteps in a store: rows that overlap, so that every sequence of some steps is whole in one of them.
+"""Streams of timesteps in a store: rows overlap, so that any sequence of a given length lies within one row.
 
     row 0   s0  s1  s2  s3  s4  s5  s6  s7
     row 1                              s7  s8  s9  ...       sequences of 2 steps: one step is repeated
 
-Each stream (an environment, say) has one row at a time, which grows and can be sampled from while it does.
+Each stream (an environment, say) writes one row at a time. The row can be sampled from while it grows.
 """
 
 from __future__ import annotations

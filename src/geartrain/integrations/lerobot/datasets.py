@@ -1,4 +1,4 @@
-"""LeRobot datasets: transitions of one, and one of transitions."""
+"""Conversions between LeRobot datasets and transitions, in both directions."""
 
 from __future__ import annotations
 

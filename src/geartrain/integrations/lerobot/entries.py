@@ -1,7 +1,7 @@
-"""Entries of transitions: which field of the store a tensor goes to, in which shape and dtype.
+"""Entries of transitions: maps each tensor to a field of the store, with its shape and dtype.
 
-LeRobot stores everything as float32. Here uint8, int8, bool and float16, of which every value is a float32 too, stay as
-they are in the store, and batches are float32 all the same.
+LeRobot stores everything as float32. This buffer stores uint8, int8, bool and float16 as they are, because float32
+represents each of their values exactly. Batches are float32 in any case.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Columns of a replay buffer by position in a ring: what one process has added, read when it is asked for."""
+"""Columns of a replay buffer by position in a ring: transitions that this process added, read on access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefetch of batches: a thread that samples ahead of the loop that trains on them."""
+"""Prefetch of batches: a thread that samples ahead of the training loop."""
 
 from __future__ import annotations
 

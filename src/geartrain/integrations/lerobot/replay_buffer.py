@@ -1,4 +1,4 @@
-"""LeRobot's replay buffer, with its transitions in a store: `LeRobotReplayBuffer`."""
+"""LeRobot's replay buffer with its transitions in a store: `LeRobotReplayBuffer`."""
 
 from __future__ import annotations
 

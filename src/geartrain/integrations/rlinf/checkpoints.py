@@ -1,4 +1,4 @@
-"""Trajectories of checkpoints: those of a store that was saved, and those of RLinf's files."""
+"""Loads trajectories for a buffer: from a saved store, or from RLinf's own checkpoint files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RLinf's files of trajectories: a `.pt` file each, `metadata.json` and `trajectory_index.json`."""
+"""RLinf's checkpoint files: one `.pt` file for each trajectory, `metadata.json` and `trajectory_index.json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RLinf's replay buffer of trajectories, with its trajectories in a store: `TrajectoryReplayBuffer`."""
+"""RLinf's replay buffer with its trajectories in a store: `TrajectoryReplayBuffer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a store that trajectories are: numbered in the order of additions, the oldest removed."""
+"""Rows that hold a buffer's trajectories: numbered in the order of additions, and removed from the oldest on."""
 
 from __future__ import annotations
 

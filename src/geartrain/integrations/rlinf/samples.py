@@ -1,4 +1,4 @@
-"""Samples of a trajectory: the tensors of T steps of B environments that a replay buffer keeps, (T, B, ...) each."""
+"""Samples of a trajectory: the tensors (T, B, ...) of T steps of B environments that a replay buffer keeps."""
 
 from __future__ import annotations
 

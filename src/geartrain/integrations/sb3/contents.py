@@ -1,4 +1,4 @@
-"""Contents of a replay buffer: arrays by position, flags that can be set, and what a pickle holds."""
+"""Contents of a replay buffer: arrays by position, flags that can be set, and the state that a pickle holds."""
 
 from __future__ import annotations
 

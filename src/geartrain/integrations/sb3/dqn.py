@@ -1,4 +1,4 @@
-"""DQN of Stable-Baselines3 with prioritized experience replay."""
+"""Stable-Baselines3's DQN with prioritized experience replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prioritized experience replay for Stable-Baselines3: `PrioritizedReplayBuffer`, which it lacks."""
+"""Prioritized experience replay for Stable-Baselines3, which has none of its own: `PrioritizedReplayBuffer`."""
 
 from __future__ import annotations
 

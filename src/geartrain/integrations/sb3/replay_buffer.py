@@ -1,4 +1,4 @@
-"""Replay buffers of Stable-Baselines3 whose transitions are in a store: `ReplayBuffer` and `DictReplayBuffer`."""
+"""Stable-Baselines3's replay buffers with their transitions in a store: `ReplayBuffer` and `DictReplayBuffer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samplers of a torchrl `ReplayBuffer` over a `SharedStorage`: uniform, and prioritized in all of its processes."""
+"""Samplers of a torchrl `ReplayBuffer` over a `SharedStorage`: uniform, and by priorities that processes share."""
 
 from __future__ import annotations
 

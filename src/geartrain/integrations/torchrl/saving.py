@@ -1,4 +1,4 @@
-"""Files of a `SharedStorage`, and items of torchrl's own storages out of their state dicts and files."""
+"""Saves and loads a `SharedStorage`, and reads items from state dicts and files of torchrl's own storages."""
 
 from __future__ import annotations
 

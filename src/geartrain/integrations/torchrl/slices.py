@@ -1,4 +1,4 @@
-"""Samplers of trajectory slices over a `SharedStorage`: uniform, and by the priorities that all processes share."""
+"""Samplers of trajectory slices over a `SharedStorage`: uniform, and by priorities that processes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storage of a torchrl `ReplayBuffer` in shared memory: items by index, in rows of many, with a priority each."""
+"""Storage of a torchrl `ReplayBuffer` in shared memory: items by index, packed into rows, each with a priority."""
 
 from __future__ import annotations
 

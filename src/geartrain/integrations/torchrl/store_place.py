@@ -1,4 +1,4 @@
-"""Where the store of a torchrl storage lies, who makes it, and with which process it is removed."""
+"""Store of a torchrl storage: its name or file, the process that creates it, and the process that removes it."""
 
 from __future__ import annotations
 

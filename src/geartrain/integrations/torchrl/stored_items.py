@@ -1,4 +1,4 @@
-"""Items of a torchrl storage in a `geartrain.Store`: rows of many items, their places, and what all processes share."""
+"""Items of a torchrl storage in a `geartrain.Store`: their rows and places, and the state that processes share."""
 
 from __future__ import annotations
 

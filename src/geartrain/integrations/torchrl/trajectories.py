@@ -1,4 +1,4 @@
-"""Trajectories of a `SharedStorage`: where they begin, kept up to date by what was written since the last look."""
+"""Trajectories of a `SharedStorage`: finds where they begin, by reading the items written since the last call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a store for people: values in words, pixels as pictures on the terminal or in PNG files."""
+"""Shows rows of a store to people: values as text, images on the terminal or as PNG files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Performance model of all-reduce: time on a network, the best shares, and the number of reducers worth their price.
+"""Performance model of all-reduce: time on a network, the best shares, and the cheapest number of reducers.
 
-Every share of an array has one owner, which receives it from all workers, sums it and returns the sum. A worker that
-owns the fraction x of K bytes moves K (1 + (N - 2) x) each way, a reducer that owns y moves K N y; the best shares
-follow in closed form (`native/collectives/share_planner.h`). From Python:
+An array is split into shares. The owner of a share receives it from all workers, sums it and returns the sum. Let K be
+the array's bytes and N the number of workers. A worker that owns the fraction x moves K (1 + (N - 2) x) bytes each way.
+A reducer that owns the fraction y moves K N y. The best shares follow in closed form
+(`native/collectives/share_planner.h`). From Python:
 
     from geartrain.tools.plan.allreduce import Network, plan
 
@@ -20,7 +21,7 @@ The algorithms, for N workers behind links of B bytes a second:
 | dedicated | K, if there are enough reducers | 2 |
 | hybrid | K (1 + (N - 2) x) | 2 |
 
-A hop costs half a round trip. Not in the model: headers (4.5 % for TCP over Ethernet), the processors' time to sum,
+A hop costs half a round trip. The model leaves out headers (4.5 % for TCP over Ethernet), the processors' time to sum,
 other traffic, and stragglers.
 """
 

@@ -1,7 +1,8 @@
 """User-space network switch with delay and loss: a child process between the TAP devices of emulated hosts.
 
-The frames are forwarded by `native/testing/network_switch.cc`, which describes a link. Here: the devices, the
-process and its requests. When the process ends, for any reason, the devices end with it; it ends when this one does.
+`native/testing/network_switch.cc` forwards the frames and describes a link. This module opens the devices, starts the
+process and sends it requests. The devices disappear when the switch process ends, for any reason. The switch ends when
+the process that started it ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Simulated device: an accelerator on the CPU with asynchronous streams, for tests of stream ordering.
 
-By default, work given to a stream runs when a host thread waits for it, or by chance earlier, streams in random order:
-later than on any GPU, so that a missing wait shows as wrong bytes. Freed device memory is reused by the next allocation
-on the same stream, at once, unless another stream that used it is still busy: as torch's allocator does, but always.
+By default, work on a stream runs only when a host thread waits for it. By chance it may run earlier, with streams in
+random order. That is later than on any GPU, so a missing wait shows as wrong bytes.
+
+The next allocation on the same stream reuses freed device memory at once, unless another stream still uses it. torch's
+allocator may do the same; this device always does.
 """
 
 from __future__ import annotations

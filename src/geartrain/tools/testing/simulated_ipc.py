@@ -1,6 +1,6 @@
-"""Simulated IPC runtime: devices whose memory and events other processes can open, in files of a shared folder.
+"""Simulated IPC runtime: devices whose memory and events other processes can open, as files of a shared folder.
 
-Each device runs its work on a thread of its own, after a delay; what is read too early has wrong bytes.
+Each device runs its work after a delay, on a thread of its own. So a process that reads too early gets wrong bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In-process rank group: ranks are threads, a group of eight starts in a millisecond, faults are objects."""
+"""In-process rank group for tests: ranks are threads, eight start in a millisecond, and faults are objects."""
 
 from __future__ import annotations
 

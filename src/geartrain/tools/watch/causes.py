@@ -1,7 +1,7 @@
-"""Causes of waits: which processes of one or more hosts wait, for what, and because of whom.
+"""Causes of waits: finds the processes that wait, on one or more hosts, and the processes that they wait for.
 
-A rule for each thing that can be waited for: a stopped process, the segment's lock, the rate limiter, rows, a reply, an
-all-reduce. A finding names processes, never "the network": what cannot be told from snapshots is not said.
+There is one rule for each kind of wait: a stopped process, the segment's lock, the rate limiter, rows, a reply, an
+all-reduce. A finding names processes, never "the network". It claims only what snapshots show.
 """
 
 from __future__ import annotations

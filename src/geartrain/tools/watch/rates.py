@@ -1,4 +1,4 @@
-"""Rates of a host's stores and jobs: differences of two snapshots (launch/host_snapshot.py), a second."""
+"""Rates per second of a host's stores and jobs, from two snapshots (launch/host_snapshot.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Terminal of `geartrain top`: keys one by one, the alternate screen, its size; restored afterwards."""
+"""Terminal of `geartrain top`: reads single keys, uses the alternate screen, and restores everything afterwards."""
 
 from __future__ import annotations
 

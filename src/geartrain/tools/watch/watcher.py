@@ -1,4 +1,4 @@
-"""Watcher: snapshots of this host, and of a job's other hosts, one after the other, with their rates and causes."""
+"""Watcher: takes snapshots of this host and of a job's other hosts, and adds rates and causes."""
 
 from __future__ import annotations
 
