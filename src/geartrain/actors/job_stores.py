@@ -1,9 +1,9 @@
 """A job's stores as one: fetches, updates and removes rows by key, on this host or on others.
 
-    stores = context.stores()                                      # under `geartrain launch`, with Job.serve_stores
-    batch = gt.fetch(stores, keys, window=20)                      # keys of several hosts' stores, in one batch
-    stores.update_priorities(keys, priorities)
-    stores["store-1"].insert(fields)                               # by name
+stores = context.stores()                                      # under `geartrain launch`, with Job.serve_stores
+batch = gt.fetch(stores, keys, window=20)                      # keys of several hosts' stores, in one batch
+stores.update_priorities(keys, priorities)
+stores["store-1"].insert(fields)                               # by name
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Screen of `geartrain top`: its state, its keys, and its lines for a terminal of any size.
 
-    1-6 or Tab  one section, 0 all      up, down  choose a line        Enter  all of it, Esc back
-    s, S        sort by another column  r         the other way round  p      pause        q  quit
+1-6 or Tab  one section, 0 all      up, down  choose a line        Enter  all of it, Esc back
+s, S        sort by another column  r         the other way round  p      pause        q  quit
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sections of the screen: turns hosts' snapshots into tables of stores, processes, replays, peers, groups and weights."""
+"""Sections of the screen: tables of stores, processes, replays, peers, groups and weights, from hosts' snapshots."""
 
 from __future__ import annotations
 
