@@ -32,12 +32,12 @@ Parts = dict[str, NDArray[Any]]
 
 
 class Answer(NamedTuple):
-    """What an `act` has returned for n environments.
+    """Result of an `act` for n environments.
 
     Attributes:
-        actions: as environments take them, (n, ...).
+        actions: (n, ...), in the form that environments accept.
         extras: by field, (n, ...).
-        version: of the model that acted; None where the answer does not say.
+        version: version of the model that acted; None if the policy did not return one.
     """
 
     actions: Arrays

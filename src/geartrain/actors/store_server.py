@@ -218,10 +218,11 @@ def _fetch(caller: Caller, name: str, keys: PackedKeys, given: Mapping[str, Any]
 
 
 class ServedRecorder:
-    """A peer's recorder, kept here for as long as the peer is connected: then its unpublished rows are given back.
+    """A peer's recorder, kept while the peer is connected. When the peer disconnects, its unpublished rows are
+    abandoned.
 
-    Calls come with a number where the peer sends the next one before it has the reply to this one. They are executed in
-    that order, and once one was refused, which ends the episodes where they are, so are all that follow.
+    A peer numbers its calls if it sends the next one before the reply to the last. The calls are executed in the order
+    of their numbers. A refused call ends the open episodes, and all numbered calls after it are refused too.
     """
 
     def __init__(self, serving: Callable[[], Store], n_envs: int, options: Mapping[str, Any]) -> None:

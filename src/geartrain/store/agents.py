@@ -39,7 +39,7 @@ ByAgent = Mapping[Any, Any]
 
 
 class AgentRecorder(RecorderPriority):
-    """Records agents that come and go. `Store.agent_recorder` makes one. Use it from one thread at a time.
+    """Records agents that join and leave. `Store.agent_recorder` makes one. Use it from one thread at a time.
 
     As a context manager, leaving it ends all episodes and keeps their steps.
 

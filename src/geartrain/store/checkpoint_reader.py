@@ -36,19 +36,20 @@ T = TypeVar("T")
 
 
 class Checkpoint:
-    """A checkpoint whose manifest and file sizes are right; checksums are compared while reading.
+    """An open checkpoint. Opening checks its manifest and file sizes; reading compares checksums.
 
-    It stays as it was opened until `close`, whatever is saved over it or removed meanwhile (checkpoint_directory.py).
-    After `close` every method raises `CheckpointError`, but for `close`. One thread at a time.
+    It stays readable until `close`, even if a save replaces or removes it meanwhile (checkpoint_directory.py). After
+    `close` every other method raises `CheckpointError`. Use it from one thread at a time.
 
     Attributes:
         fields, max_length: the schema.
         options: the limits that the store was created with.
         rows: committed rows in it.
-        id: of this checkpoint, no other has it; None in version 1.
-        store_id: of the segment that was saved, as `describe` tells it; None in version 1.
+        id: unique id of this checkpoint; None in version 1.
+        store_id: id of the segment that was saved, as in `describe`; None in version 1.
         next_sequence, counters: of the store.
-        max_priority: the largest that was given in the store, fixed point; 0 for none, or a store that keeps none.
+        max_priority: the largest priority ever given in the store, fixed point; 0 if none was given or the store does
+            not keep it.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:

@@ -71,11 +71,11 @@ class Saved:
     Attributes:
         path: the directory.
         rows: committed rows in it.
-        bytes_written, bytes_linked: of files written, and of files linked from the previous one.
+        bytes_written, bytes_linked: bytes of the files written, and of the files linked from the previous checkpoint.
         seconds: the time it took.
         left_out: rows that were overwritten while they were saved.
-        not_linked: why files of the previous checkpoint were written again instead of linked: it is of another
-            store, the file system refuses links, and so on. None otherwise.
+        not_linked: why files of the previous checkpoint were written again instead of linked. For example, it is of
+            another store, or the file system refuses links. None if they were linked.
     """
 
     path: Path
@@ -174,7 +174,7 @@ class _Writer:
 
 
 class _Base:
-    """A checkpoint whose chunks can be linked: of the same store, or the one that the store was made from."""
+    """A checkpoint whose chunks can be linked. It is of the same store, or the one that the store was loaded from."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint  # open

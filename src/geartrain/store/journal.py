@@ -295,7 +295,7 @@ class Journal:
 
 
 class JournalOptions:
-    """A journal as `Store.create` was asked for it: checked, locked, and then put under a new store.
+    """The journal that `Store.create` was asked for. It is checked and locked first, then attached to the new store.
 
     Raises:
         ArgumentError, JournalError: as `Store.create`.

@@ -118,18 +118,18 @@ class Segment:
 
 @dataclass
 class JournalContents:
-    """What a journal's frames say together.
+    """Contents of a journal: the combined result of all its frames.
 
     Attributes:
-        records: (capacity,) ROW_RECORD: of each row the newest, `generation` 0 where it has none now.
-        highest: (capacity,) uint32, the highest generation that was recorded of each row.
+        records: (capacity,) the newest ROW_RECORD of each row; `generation` is 0 if the row is free.
+        highest: (capacity,) uint32, the highest recorded generation of each row.
         segment_of: (capacity,) int64, the segment that holds each row.
         segments: the segment files, oldest first.
-        next_number, next_sequence: of the next frame, and of the store's next row.
-        store, store_path: the store that was journaled last, and its segment; None for an empty journal.
-        origin: the checkpoint that its first store was loaded from, once all of that is here.
-        max_priority: the largest that was given in the store, fixed point; 0 for none.
-        cut_bytes: bytes of frames that were not whole, at the end.
+        next_number, next_sequence: number of the next frame, and sequence of the store's next row.
+        store, store_path: the last journaled store, and its segment; None for an empty journal.
+        origin: the checkpoint that the first store was loaded from, once the journal has all of it.
+        max_priority: the largest priority ever given in the store, fixed point; 0 for none.
+        cut_bytes: bytes of incomplete frames at the end.
     """
 
     records: NDArray[Any]

@@ -96,9 +96,9 @@ class Frame:
 
     Attributes:
         kind, count, steps, number, synced, next_sequence: as in HEADER.
-        offset, nbytes: where in its file it is, padding included.
+        offset, nbytes: its place in the file, and its size with padding.
         table: the bytes of its table.
-        blocks: those of its rows, or the priorities of their steps; None where they were not read.
+        blocks: the blocks of its rows, or the priorities of their steps; None if they were not read.
     """
 
     kind: int

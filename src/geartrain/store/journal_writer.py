@@ -59,7 +59,7 @@ def _step_weights(max_length: int) -> NDArray[np.uint64]:
 
 
 class JournalWriter:
-    """Writes one store's journal. One thread; the journal's lock is held, and dropped by `close`."""
+    """Writes one store's journal. It holds the journal's lock until `close`. Use it from one thread."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class JournaledStore(WritableStore):
-    """A handle whose store may have a journal. `Store` is the one that users have: it adds the segment."""
+    """A handle whose store may have a journal. Users have its subclass `Store`."""
 
     _journal: Journal | None = None
 

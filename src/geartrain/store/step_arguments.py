@@ -18,7 +18,7 @@ class StepArguments:
     """Converts what is given to a recorder of `n_envs` environments.
 
     Args:
-        fields: of the store. observations, values: names of those that are given by `observation` and by name.
+        fields: fields of the store. observations, values: names of the fields given by `observation`, and by name.
     """
 
     def __init__(

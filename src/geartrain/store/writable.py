@@ -24,7 +24,7 @@ _CASTINGS = frozenset(CASTINGS)
 
 
 class WritableStore(StoreHandle):
-    """A handle that also writes, changes and removes rows. `Store` is the one that users have: it adds the segment."""
+    """A handle that also writes, changes and removes rows. Users have its subclass `Store`."""
 
     # --- writing --------------------------------------------------------------------------------------------
 

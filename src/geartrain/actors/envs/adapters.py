@@ -201,8 +201,8 @@ class GymnasiumVectorEnv:
 class PettingZooVectorEnv:
     """PettingZoo's parallel environments: the agents become an axis, in the order of `possible_agents`.
 
-    All agents must have the same spaces. An agent that has left observes zeros, its action is ignored, and `alive`
-    says so; the episode ends when all have left, terminated when any of them was.
+    All agents must have the same spaces. An agent that has left observes zeros, its action is ignored, and `alive` is
+    False for it. The episode ends when all agents have left. It counts as terminated if any agent was terminated.
     """
 
     def __init__(self, made: Sequence[Any]) -> None:

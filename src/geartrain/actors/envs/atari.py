@@ -59,7 +59,7 @@ class AtariEnvironments:
     """Observes `frame`, (n, height, width) uint8, and `age`, (n,) int32: actions since the episode began.
 
     Attributes:
-        actions: how many there are, a discrete choice; those of the joystick that mean something in the game.
+        actions: number of discrete actions: the joystick's actions that have an effect in the game.
     """
 
     def __init__(self, task: str, n: int, shrink: tuple[int, int], sign_rewards: bool, sticky: float) -> None:

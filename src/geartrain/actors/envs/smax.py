@@ -34,13 +34,13 @@ def make(task: str, n: int = 1, **options: Any) -> Smax:
 
 
 class Smax:
-    """n battles. It keeps no state of its own between `reset` and `reset`, so a seed repeats every episode.
+    """n battles. `reset` clears all state, so a seed repeats every episode.
 
     Attributes:
         n: battles.
-        agents: in the team.
-        actions: each agent can choose from: north, east, south, west, stop, and one attack for each enemy.
-        won: (n,) which battles the last step won.
+        agents: number of agents in the team.
+        actions: number of actions of an agent: north, east, south, west, stop, and one attack for each enemy.
+        won: (n,) True for the battles that the last step won.
     """
 
     def __init__(self, task: str, n: int, **options: Any) -> None:

@@ -36,12 +36,12 @@ def make(task: str, n: int = 1, *, max_steps: int = 200, **options: Any) -> Vmas
 
 
 class Vmas:
-    """n worlds. Where an episode ends, that world is reset.
+    """n worlds. A world is reset when its episode ends.
 
     Attributes:
         n: worlds.
-        agents: in each.
-        actions: numbers of an agent's action.
+        agents: number of agents in each world.
+        actions: size of an agent's action.
     """
 
     def __init__(self, task: str, n: int, *, max_steps: int, **options: Any) -> None:

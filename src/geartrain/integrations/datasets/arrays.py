@@ -50,11 +50,11 @@ class ArraySource(Source):
 
     Args:
         arrays: name -> array, possibly nested, or the path of an `.npz` file or a folder of `.npy`.
-        lengths: steps of each episode, for padded arrays; the whole second axis by default. Or the name of the array
-            that they are.
-        ends: where the episodes of flat arrays end; or the name of the array that says so, such as "terminals".
-        untimed: fields that have no time axis: in the padded layout those of more than one axis, in the flat one all
-            that have a value an episode.
+        lengths: steps of each episode, for padded arrays, or the name of the array with them. By default every episode
+            fills the whole second axis.
+        ends: ends of the episodes, for flat arrays, or the name of the array with them, such as "terminals".
+        untimed: fields without a time axis. Padded layout: name those with more than one axis. Flat layout: name all
+            fields with one value for each episode.
 
     Raises:
         SourceError: arrays that disagree about the number of episodes or steps.

@@ -34,11 +34,11 @@ SLICE_BYTES = 16 << 20
 
 
 class DeferredSteps(abc.ABC):
-    """Steps of a field that are made where they are wanted, such as frames that are decoded into a row.
+    """Steps of a field that are produced in place, such as video frames that are decoded into a row.
 
     Attributes:
         shape: (T, ...).
-        dtype: of what is made.
+        dtype: dtype of the steps.
     """
 
     shape: tuple[int, ...]
@@ -79,7 +79,8 @@ class Episode:
         name: name for error messages, precise enough to find the episode in the files.
         timed: arrays (T, ...) by field, all of the same T, or `DeferredSteps`.
         untimed: values once a row, such as `final_obs`.
-        follows: for an untimed name, the timed name whose next step it is; `cut` replaces it by the step after the cut.
+        follows: maps an untimed name to a timed name. The untimed value is that field's next step after the episode.
+            `cut` replaces it by the step after the cut.
 
     Examples:
         >>> import numpy as np

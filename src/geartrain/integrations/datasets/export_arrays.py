@@ -94,8 +94,8 @@ class NpyWriter(DatasetWriter):
 class NpzWriter(DatasetWriter):
     """An `.npz` archive.
 
-    An archive's arrays stand behind each other, so each is collected in a file of its own first: while it writes, it
-    takes as much disk again as the largest field.
+    An archive holds one array after the other, so each array is collected in a file of its own first. While it writes,
+    the export needs additional disk space for the largest field.
 
     Args:
         compress: deflate the arrays: slow.

@@ -62,13 +62,13 @@ class LeRobotWriter(DatasetWriter):
 
     Args:
         fps: steps a second, which the format requires.
-        task: what the episodes' task is, in words.
-        tasks: instead, for rows with a `task_index`: the words for each of its values.
-        robot_type: of the dataset's description.
+        task: description of the episodes' task.
+        tasks: alternative to `task` for rows with a `task_index`: a description for each of its values.
+        robot_type: entry of the dataset's description.
         video: encode images of 3 channels as videos.
         video_codec: "h264", "h264-lossless", "hevc" or "av1".
         video_quality: the encoder's CRF, 0 the best.
-        video_key_frames: frames from one key frame to the next; reading one frame decodes as many at most.
+        video_key_frames: frames from one key frame to the next. Reading one frame decodes at most as many.
     """
 
     FOLDER = True

@@ -49,11 +49,11 @@ class ExportReport:
     """Result of an export. `export_store` returns it.
 
     Attributes:
-        rows: rows written. Of rows with several episodes, these count.
+        rows: rows written. A row with several episodes counts once for each of them.
         steps: steps of all of them.
         nbytes: bytes of their values.
         overwritten: rows that were overwritten or removed before they were read; they are left out.
-        still_open: rows that their writers were extending; the steps that they had are written.
+        still_open: rows that their writers were still extending. Their steps so far are written.
         left_out: fields that are not written, and why: not asked for, or not supported by the format.
         elapsed_s: duration, in seconds.
     """

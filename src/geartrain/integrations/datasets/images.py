@@ -27,7 +27,7 @@ class ImageForm:
 
     Attributes:
         size: (height, width) that they are resized to, or None.
-        channels_first: whether as (channels, height, width).
+        channels_first: True for (channels, height, width).
     """
 
     size: tuple[int, int] | None = None

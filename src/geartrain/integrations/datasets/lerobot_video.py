@@ -27,8 +27,8 @@ class VideoPlace:
 
     Attributes:
         path: the file.
-        start_s: where it begins in the file, in seconds.
-        end_s: where it ends, or None where that is the file's end.
+        start_s: time in the file where it begins, in seconds.
+        end_s: time where it ends; None for the file's end.
     """
 
     path: Path

@@ -77,7 +77,7 @@ class MinariSource(Source):
     """Episodes of a local Minari dataset; nothing is downloaded.
 
     Args:
-        path: the dataset's folder, or its id where it lies in Minari's own folder.
+        path: the dataset's folder, or its id if it is in Minari's own folder.
 
     Raises:
         SourceError: no dataset there, or one that the installed Minari does not support.

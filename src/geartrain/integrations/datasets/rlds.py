@@ -71,8 +71,8 @@ class _Leaf:
 class RldsSource(Source):
     """Episodes of a TFDS folder, one record in memory at a time.
 
-    The longest episode is in no metadata, so it takes a pass over the records (which are parsed, but
-    not decoded) to find it; give `max_length` to `import_dataset` to read them only once.
+    TFDS metadata does not tell the length of the longest episode. Finding it takes a pass over the records, which
+    parses but does not decode them. Give `max_length` to `import_dataset` to read them only once.
 
     Args:
         path: the folder of one version, or the one above it if it holds one version.
