@@ -218,8 +218,7 @@ def _fetch(caller: Caller, name: str, keys: PackedKeys, given: Mapping[str, Any]
 
 
 class ServedRecorder:
-    """A peer's recorder, kept while the peer is connected. When the peer disconnects, its unpublished rows are
-    abandoned.
+    """A peer's recorder. When the peer disconnects, its unpublished rows are abandoned.
 
     A peer numbers its calls if it sends the next one before the reply to the last. The calls are executed in the order
     of their numbers. A refused call ends the open episodes, and all numbered calls after it are refused too.

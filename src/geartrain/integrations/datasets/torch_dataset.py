@@ -31,14 +31,14 @@ def recognise(path: Path) -> bool:
 class TorchSource(Source):
     """Episodes of a torch `Dataset`, one item in memory at a time.
 
-    Its lengths are in no metadata, so finding the longest takes a pass over the data; give
+    A `Dataset` does not tell the lengths of its items, so finding the longest takes a pass over the data. Give
     `max_length` (and `capacity`, for an iterable dataset) to `import_dataset` to read it only once.
 
     Args:
         dataset: anything with `__len__` and `__getitem__`, or anything iterable.
         names: names for the parts of tuple items, in their order; "0", "1", ... by default.
         untimed: fields without a time axis, or True for all of them.
-        length: name of an item's field that says how many of its steps are real; not stored.
+        length: name of the item's field with the number of real steps. The field is not stored.
 
     Raises:
         SourceError: items that are no dicts or tuples of arrays, or that differ in their fields.

@@ -15,14 +15,14 @@ from geartrain.integrations.datasets.stored_rows import RowGroup
 
 
 class DatasetWriter(abc.ABC):
-    """Writes groups of rows into a file or folder that nobody else sees yet.
+    """Writes groups of rows into a file or folder that no other process sees yet.
 
-    A format's options are the keyword arguments of its constructor but `path`, `fields` and `about`.
+    The keyword arguments of a writer's constructor, except `path`, `fields` and `about`, are its format's options.
 
     Args:
-        path: where to write; nothing is there.
-        fields: what is written, by the names it is written under. `refused` has refused none of them.
-        about: one line on where the rows come from, for the dataset's own description.
+        path: destination, which does not exist yet.
+        fields: fields to write, by the names in the file. `refused` has accepted each of them.
+        about: one line about the source of the rows, for the dataset's description.
     """
 
     #: Whether the dataset is a folder.

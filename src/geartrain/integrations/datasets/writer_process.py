@@ -37,16 +37,16 @@ _PROGRAM = (
 
 
 class WriterProcess:
-    """An object in a child process, whose methods are called one at a time.
+    """An object in a child process. Its methods are called one at a time.
 
     Args:
         kind: its class, as "module:Class".
         arguments: of its constructor, by keyword.
-        what: what it writes, for messages.
+        what: description of the output, for messages.
         answer_s: longest wait for the child to take a message, and for its answer.
 
     Attributes:
-        answer_s: of later calls; can be set.
+        answer_s: the wait of later calls; can be set.
 
     Raises:
         ProcessDiedError: the child died; also of `call`. What its constructor or method raises is raised here.

@@ -50,8 +50,7 @@ Handler = Callable[[str, tuple[Any, ...], dict[str, Any]], Sequence["Work[Any]"]
 class Bus:
     """One node of the bus. `connect` joins others; nodes that join this one are accepted at any time.
 
-    Any thread may use it and close it. It belongs to the process that made it: in a forked child it is as one that was
-    closed, which emits to nobody.
+    Any thread may use and close it. In a forked child it behaves like a closed bus and emits to nobody.
     """
 
     def __init__(

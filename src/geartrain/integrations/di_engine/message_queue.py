@@ -69,7 +69,7 @@ _RUNNER = [
 
 
 class Queue:
-    """DI-engine's interface of a message queue, on a `Bus`. `install` makes DI-engine's subclass of it."""
+    """DI-engine's message queue interface on a `Bus`. `install` derives the class that DI-engine uses."""
 
     def __init__(
         self,

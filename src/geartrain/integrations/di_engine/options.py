@@ -27,7 +27,7 @@ TOPOLOGIES = ("mesh", "star", "alone")
 
 @dataclass(frozen=True)
 class DevicePair:
-    """Entry of a device map: tensors for a node go from a GPU of this process to one of that node."""
+    """Entry of a device map: sends tensors from a GPU of this process to a GPU of another node."""
 
     node_id: int
     local: int

@@ -25,7 +25,7 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 class BufferContents:
-    """What a state stands for: the store, what reads and writes it, and what a timestep looks like."""
+    """Contents of a state: the store, its writer and sampler, and the structure of a timestep."""
 
     def __init__(self, store: Store, streams: Streams, tree: Any, fields: list[Field], shared: bool) -> None:
         self.store, self.streams, self.tree, self.fields, self.shared = store, streams, tree, fields, shared

@@ -96,12 +96,12 @@ class TransitionEntry(NamedTuple):
 
 
 class TransitionEntries:
-    """The entries of a buffer's transitions: those of states, the action, those of infos.
+    """Entries of a buffer's transitions: states, action and infos.
 
     Attributes:
-        states: by key.
-        action: the action's.
-        infos: by key; None: transitions have no infos.
+        states: entries of the states, by key.
+        action: entry of the action.
+        infos: entries of the infos, by key; None if transitions have no infos.
     """
 
     def __init__(

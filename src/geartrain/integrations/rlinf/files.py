@@ -22,7 +22,7 @@ class TrajectoryFiles:
 
     Attributes:
         folder: where they are.
-        metadata: of `metadata.json`; empty where there is none.
+        metadata: contents of `metadata.json`; empty if there is none.
 
     Raises:
         CheckpointError: damaged files.

@@ -65,10 +65,11 @@ class SampleEntry(NamedTuple):
 
 
 class SampleLayout:
-    """Entries of all trajectories of a buffer, and where they lie.
+    """Entries of a buffer's trajectories, and their places in a row.
 
     Attributes:
-        entries: by place. The next observation of a key in `shared` has none: it is the current one's, a step later.
+        entries: entries by place. Next observations of keys in `shared` have no entry: they are the observations one
+            step later.
         shared: keys of observations that are stored once.
         window: steps of a sample.
     """
@@ -270,11 +271,12 @@ class SampleLayout:
 
 
 class TrajectoryPart(NamedTuple):
-    """Samples `first` to `end` of a trajectory, environment by environment, and their steps in one row.
+    """Part of a trajectory in one row: samples `first` to `end`, environment by environment, and their steps.
 
     Attributes:
         length: steps of the row.
-        places: the samples' steps; None where they are the whole trajectory, and no environment's begin anew.
+        places: steps of the samples. None if they are the whole trajectory, and each sample continues the previous one
+            of its environment.
     """
 
     first: int

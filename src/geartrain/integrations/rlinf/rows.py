@@ -15,11 +15,11 @@ from geartrain.store.store import Store
 
 
 class TrajectoryRows:
-    """The trajectories of a store, of which it keeps the newest. Who adds or removes has the buffer's lock.
+    """Trajectories of a store, which keeps the newest. A caller that adds or removes must hold the buffer's lock.
 
     Args:
-        store: made with `rows_of(kept)` rows and the layout's fields.
-        kept: trajectories that stay.
+        store: store made with `rows_of(kept)` rows and the layout's fields.
+        kept: number of trajectories to keep.
 
     Raises:
         IncompatibleStoreError: the store is of other fields, or of another number of trajectories.
@@ -108,7 +108,7 @@ class TrajectoryRows:
 
 
 class RowsNow(NamedTuple):
-    """Rows of trajectories, with their trajectories' numbers; and the number of the newest, and samples up to it."""
+    """Rows of trajectories with their trajectories' numbers, the newest number, and the count of samples up to it."""
 
     row: NDArray[np.uint32]
     generation: NDArray[np.uint32]

@@ -37,7 +37,7 @@ Place = tuple[str, ...]
 
 
 class TrajectorySamples(NamedTuple):
-    """Tensors of one trajectory by place: (T, B, ...), as NumPy arrays, and the torch dtypes they have."""
+    """Tensors (T, B, ...) of one trajectory by place, as NumPy arrays, with their torch dtypes."""
 
     steps: int
     environments: int

@@ -23,17 +23,18 @@ _FILE = "items.store"
 
 
 class StorePlace:
-    """The name of a storage's store, and what is agreed about it before it is there.
+    """Name of a storage's store, and the settings that are fixed before the store exists.
 
-    A storage that is pickled before its first item owns the store that another process makes: that store stays, also
-    when its maker has ended, until the owner closes its storage or ends. Others see by a small store next to it,
-    which is the owner's alone, whether the owner lives; what a killed owner leaves the next one of the host removes.
+    If a storage is pickled before its first item, another process may make the store, but this storage owns it. The
+    store then stays after its maker has ended, until the owner closes the storage or ends. The owner holds a small
+    store next to it, which shows other processes whether the owner is alive. After a killed owner, the next owner on
+    the host removes both.
 
     Args:
         store: name of the store, or None.
         scratch_dir: a folder for its file, or None.
-        existsok: whether the file may be there already.
-        auto_cleanup: whether it is removed with the last process that uses it; None: unless it is a file.
+        existsok: whether the file may exist already.
+        auto_cleanup: whether the last process that uses the store removes it; None: unless it is a file.
 
     Attributes:
         name: of the store, or None. folder: `scratch_dir`.

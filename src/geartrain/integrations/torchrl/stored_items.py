@@ -42,14 +42,14 @@ SIZE, LENGTH, CURSOR, WRITES, BATCH_DIMS, ADDED, REWRITES, REVISION = range(8)
 
 
 class StoredItems:
-    """Items by number, from 0, in a store that several processes may share. What is written is written in place.
+    """Items by number, from 0, in a store that several processes may share. Writes are in place.
 
-    An item here is a cell of a storage of several axes: item i is step i % length of row i // length.
+    If the storage has several axes, an item here is one cell. Item i is step i % length of row i // length.
 
     Args:
         max_size: items; where there are `axes`, rounded up to a whole number of entries along the first one.
         axes: of the storage. Those after the first are told when the store is made.
-        place: where the store is, or is to be.
+        place: where the store is, or will be.
         timeout_s: longest wait for another process that writes.
         reserve: as in `geartrain.Store.create`.
 

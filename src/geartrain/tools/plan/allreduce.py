@@ -51,11 +51,11 @@ MOST_REDUCERS = 10_000
 
 @dataclass(frozen=True)
 class Network:
-    """Links, in bytes a second, each way at once, and an array.
+    """Links, in bytes a second in each direction at the same time, and the array to reduce.
 
     Attributes:
-        workers, reducers: a rate for each of them.
-        nbytes: of the array.
+        workers, reducers: the rate of each worker's and each reducer's link.
+        nbytes: size of the array.
         rtt_s: the time of a round trip between any two of them.
     """
 
@@ -85,8 +85,8 @@ class Cost:
         worker_bytes: of the worker that moves most, each way.
         busiest_bytes: of the worker or reducer that moves most.
         hops: sequential one-way delays.
-        latency_s: of those.
-        seconds: of all, bytes and latency.
+        latency_s: time of the hops.
+        seconds: total time, of bytes and latency.
     """
 
     algorithm: str
@@ -104,8 +104,8 @@ class AllReducePlan:
     """The best shares of an all-reduce, their time, and the costs of all algorithms.
 
     Attributes:
-        shares: the fraction that each owns, workers first; for `Group(shares=...)`.
-        moved: bytes of each, each way.
+        shares: the fraction that each process owns, workers first; for `Group(shares=...)`.
+        moved: bytes that each process moves, each way.
         seconds: with latency.
         costs: of every algorithm on this network; dedicated where there are reducers.
         needed, needed_dedicated: reducers like the slowest given one (or like the slowest worker, where none is given)

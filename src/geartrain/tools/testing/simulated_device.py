@@ -82,18 +82,18 @@ class SimulatedDevice:
         kernels: run the Triton kernels, in Triton's interpreter (TRITON_INTERPRET=1), and run everything at once. Rows
             can be selected on such a device only; on any other the references stand in for the kernels.
         most_pinned: registering more bytes than this fails, as with a driver that enforces RLIMIT_MEMLOCK.
-        chance: of a piece of work running when another is given: 0 runs only what the host waits for, as late as
-            events allow; 1 runs all that can run, at once.
+        chance: probability that a piece of work runs when another is given. 0 runs only work that the host waits for,
+            as late as events allow. 1 runs everything that can run, at once.
         obeys_waits: False ignores `wait`, so that a test can show that its events are needed.
-        delay_s: where not None, a thread of the device runs the work, so long after it was given: for work that another
+        delay_s: if not None, a thread of the device runs each piece of work after this delay, for work that another
             process waits for.
 
     Attributes:
         registered: address -> bytes of memory that is registered now.
-        host_waits: (thread, stream) of each time a host thread waited.
+        host_waits: (thread, stream) of each wait of a host thread.
         used_by: (address, stream) of each `record_stream`.
-        copies: how many were given to the device.
-        failures: errors of work that the device's thread has run.
+        copies: number of copies given to the device.
+        failures: errors of work on the device's thread.
     """
 
     def __init__(

@@ -24,13 +24,13 @@ Level = Literal["stopped", "lost", "waits", "note"]
 
 @dataclass
 class Diagnosis:
-    """Something that is wrong, or that waits.
+    """A problem, or a process that waits.
 
     Attributes:
         level: "stopped" and "lost" are causes, "waits" their effects, "note" worth knowing.
-        about: what: a process, store, group, peer or weights.
+        about: its subject: a process, store, group, peer or weights.
         text: a sentence.
-        cause: processes to blame, as "name (pid N)"; empty where none is.
+        cause: processes to blame, as "name (pid N)"; empty if there are none.
         host: name of the host.
     """
 

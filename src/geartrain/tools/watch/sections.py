@@ -28,7 +28,7 @@ class Line:
     Attributes:
         values: one for each column; None where there is none.
         style: "" or a style of rich.
-        detail: everything that is known of it.
+        detail: everything known about the line.
     """
 
     values: list[Any]
@@ -38,7 +38,7 @@ class Line:
 
 @dataclass
 class Section:
-    """A table. Columns in order of their importance: those that do not fit are left out from the right."""
+    """A table. Columns are ordered by importance: if they do not fit, the rightmost are left out."""
 
     title: str
     columns: list[Column]
