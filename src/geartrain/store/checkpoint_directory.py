@@ -185,7 +185,7 @@ def lock_shared(path: Path) -> int:
 
 
 def put_in_place(fresh: Path, directory: Path) -> None:
-    """Gives a directory its name; what had the name has the other one's then, where there was anything."""
+    """Gives the directory `fresh` the name `directory`. An existing directory of that name gets the name `fresh`."""
     while True:  # another saver may make it, or remove it, at any time
         try:
             fresh.rename(directory)

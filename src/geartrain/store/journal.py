@@ -316,13 +316,13 @@ class JournalOptions:
         checkpoint: Checkpoint | None = None,
         progress: bool = False,
     ) -> Callable[[], Journal]:
-        """Restores what the journal holds into a new store, and journals the store from there on.
+        """Restores the journal's contents into a new store, and journals the store from there on.
 
-        With a checkpoint an empty journal begins with its rows, all of which are on the disk afterwards; one that has
-        begun with them already holds what came after, and is what is restored: also with a later checkpoint, of the
-        store that it was written for.
+        With a checkpoint, an empty journal begins with the checkpoint's rows, which are on disk when this returns. A
+        journal that has already begun with them holds later changes too, so the journal is restored instead. That also
+        holds for a later checkpoint of the store that the journal was written for.
 
-        Returns what starts this process's thread.
+        Returns a function that starts this process's thread.
         """
         if checkpoint is not None and checkpoint.id is None:
             raise JournalError(

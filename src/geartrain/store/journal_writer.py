@@ -124,10 +124,10 @@ class JournalWriter:
     # --- passes ---------------------------------------------------------------------------------------------
 
     def run_pass(self, ticket: int, *, priorities: bool = False) -> bool:
-        """Appends and flushes what is new, then says that what was asked for up to `ticket` is on the disk.
+        """Appends and flushes all changes, then reports requests up to `ticket` as being on disk.
 
-        `priorities`: those that were changed since they were written as well. False, and nothing is said, where rows
-        were being rewritten whenever they were looked at: the next pass begins with them.
+        With `priorities`, changed priorities are written as well. Returns False, and reports nothing, if rows were
+        being rewritten at every attempt to read them. The next pass begins with these rows.
 
         Raises:
             OSError: the disk's; nothing of the pass counts.

@@ -39,8 +39,10 @@ def check_keys_of(keys: Keys, *, per_step: bool, whose: str) -> None:
 
 
 def apply_updates(store: StoreHandle, keys: Keys, priorities: NDArray[np.float64]) -> int:
-    """The same of rows or steps of batches: in the order of their draws, so that of one that was drawn twice the later
-    draw's priority holds. A key of a row or step that the store cannot have counts as stale.
+    """Sets priorities of rows or steps of batches, in the order of their draws.
+
+    If a row or step was drawn twice, the later draw's priority holds. A key that cannot be in the store counts as
+    stale.
     """
     if store.per_step != (keys.step is not None):
         check_keys_of(keys, per_step=store.per_step, whose=f"the store {store.name!r}")

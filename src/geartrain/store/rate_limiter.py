@@ -56,7 +56,7 @@ class LimiterState:
 
     @property
     def lead(self) -> float:
-        """How many more rows may be drawn for those inserted than in the middle of what is allowed."""
+        """Distance in samples from the middle of the allowed range; positive if learners are behind the inserts."""
         return self.samples_per_insert * (self.inserts - self.min_size_to_sample) - self.samples
 
     def __str__(self) -> str:

@@ -373,7 +373,7 @@ class StepRecorder:
     def differing(self, values: dict[str, Any]) -> NDArray[np.bool_] | None:
         """Finds the environments whose newest step has other values than these, or that have no step.
 
-        The bytes are compared with those in the rows, so you need not keep a copy of what you recorded last.
+        The bytes are compared with the rows, so you need not keep a copy of the last recorded step.
 
         Args:
             values: fields that are not observations, (n_envs, ...), as in `step`.

@@ -27,7 +27,7 @@ class StepArguments:
         self._fields, self._n_envs, self._observations, self._values = fields, n_envs, observations, values
 
     def convert(self, name: str, given: dict[str, Any]) -> None:
-        """Replaces what is given under a name by what the native call takes.
+        """Replaces the value of a name by one that the native call accepts.
 
         Raises:
             FieldError, SchemaError, ArgumentError: it cannot be converted; says why.

@@ -61,7 +61,7 @@ def why_not() -> str | None:
 
 
 def _cause(number: int) -> str:
-    """What probably denies it, and what to do: the kernel gives an errno alone."""
+    """The probable cause of a refusal, and the remedy. The kernel itself only gives an errno."""
     scope = _yama_scope()
     if number == errno.ENOSYS:
         return "; this kernel, or a container's seccomp profile, does not have the call"

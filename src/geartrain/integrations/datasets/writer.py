@@ -46,10 +46,10 @@ class DatasetWriter(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def replaces(cls, path: Path) -> bool:
-        """Whether what is there is a dataset as this writer makes them and nothing else, so that it may be removed.
+        """Whether `path` is a dataset of this writer's format and nothing else, so that it may be removed.
 
-        An importer reads a dataset beside whatever else is in its folder; what is replaced is removed as a whole, so
-        a single file of another kind is a no. An empty folder is a yes where the dataset is a folder.
+        The path is removed as a whole, so a single file of another kind makes this False. An importer is less strict.
+        An empty folder gives True if the format's datasets are folders.
         """
 
     @abc.abstractmethod

@@ -84,7 +84,7 @@ class StoredRuns(NamedTuple):
 
     @staticmethod
     def newest(store: Store, index: TransitionIndex, most: int) -> StoredRuns:
-        """Those of all rows, without the oldest transitions where there are more than `most`."""
+        """Runs of all rows; the oldest transitions are left out if there are more than `most`."""
         runs = index.runs()
         excess = index.count() - most
         if excess <= 0:

@@ -319,7 +319,7 @@ class Slices:
     def marked(
         self, storage: SharedStorage, window: Held, begin: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> tuple[torch.Tensor, dict[Any, torch.Tensor]]:
-        """Indices of slices (n,), and what is told of their ends and beginnings."""
+        """Indices (n,) of the slices' items, and the entries that mark ends and beginnings."""
         ends = np.cumsum(lengths)
         starts = ends - lengths
         index = window.places(np.arange(ends[-1]) + np.repeat(begin - starts, lengths))

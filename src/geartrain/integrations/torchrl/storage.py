@@ -268,7 +268,7 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
         return self._shape(True)
 
     def _shape(self, all_of_it: bool) -> tuple[int, ...]:
-        """Entries along each axis: those there is room for, or those there are."""
+        """Entries along each axis: of the whole capacity, or of the present items."""
         tail = self._tail
         return ((self.max_size if all_of_it else len(self)) // prod(tail), *tail)
 
@@ -301,7 +301,8 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
     def __getitem__(self, item: Any) -> Any:
         """As `get`; `[:]` and `[...]` are views of all items, as of torchrl's storages.
 
-        What is written into them is written, without a lock: who reads meanwhile, in any process, may get a part of it.
+        Writes to a view change the storage, without a lock. A process that reads meanwhile may get a part of such a
+        write.
         """
         parts = item if isinstance(item, tuple) and item else (item,)
         if not all(part is Ellipsis or (isinstance(part, slice) and part == slice(None)) for part in parts):

@@ -196,7 +196,7 @@ def _rounds(ranks: int) -> int:
 
 
 def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
-    """What a batch takes. Raises `ArgumentError` for an arm there is not."""
+    """Predicts the times and bytes of a batch. Raises `ArgumentError` for an unknown arm."""
     if arm not in ARMS:
         raise ArgumentError(f"there are {', '.join(ARMS)}; found {arm!r}")
     hosts, ranks, batch, r = cluster.hosts, cluster.ranks, cluster.batch, cluster.row_bytes

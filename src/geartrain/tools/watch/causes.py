@@ -70,7 +70,7 @@ class HostView:
         return f"{known} (pid {pid})"
 
     def blamed(self, pids: Sequence[int]) -> list[int]:
-        """Of those that could be the cause, those that are: the stopped ones, where any is."""
+        """The processes to blame among possible causes: the stopped ones if there are any, otherwise all."""
         return [pid for pid in pids if pid in self.stopped] or list(pids)
 
     def objects(self, kind: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:

@@ -46,7 +46,7 @@ class Screen:
             self.snapshots, self.findings, self.missing = snapshots, findings, missing
 
     def press(self, key: str) -> bool:
-        """What a key does; False for those that end it."""
+        """Handles a key; False for the keys that end the screen."""
         if key in ("q", "Q", "ctrl-d"):
             return False
         if key == "p":

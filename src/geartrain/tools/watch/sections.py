@@ -54,7 +54,7 @@ class Section:
         return Section(self.title, self.columns, lines)
 
     def sorted(self, column: int, descending: bool) -> list[Line]:
-        """The lines by a column's values; those without one come last, and by name those that nobody uses."""
+        """The lines sorted by a column's values. Lines without a value come last. By name, unused ones come last."""
         there = [line for line in self.lines if line.values[column] is not None]
         rest = [line for line in self.lines if line.values[column] is None]
         number = all(isinstance(line.values[column], int | float) for line in there)

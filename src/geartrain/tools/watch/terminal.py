@@ -68,7 +68,7 @@ class Terminal:
 
     @staticmethod
     def why_not() -> str | None:
-        """Why there is no screen; None where there is one."""
+        """Why no screen can be shown; None if it can."""
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             return "stdin or stdout is no terminal"
         if os.environ.get("TERM", "") in ("", "dumb", "unknown"):
