@@ -196,7 +196,7 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
 
 
 def _kept(where: NDArray[np.int64], keys: Keys, part: Batch) -> NDArray[np.int64]:
-    """Which of the keys a part has: all of `where`, or those whose rows were not dropped, in the same order."""
+    """Which of the keys a part has: all of `where`, or only keys of rows that were not dropped, in the same order."""
     if len(part.keys) == len(where):
         return where
     found, at = [], 0

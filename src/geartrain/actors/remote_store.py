@@ -475,7 +475,9 @@ class RemoteRecorder:
 
 
 def _plain(value: Any) -> Any:
-    """What the codec sends: arrays and tensors as they are, nested dicts, tuples and lists of them, NumPy's numbers."""
+    """A value in the form that the codec sends: arrays, tensors, NumPy's numbers, and nested dicts, tuples and
+    lists.
+    """
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, tuple | list):

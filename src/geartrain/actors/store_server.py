@@ -264,7 +264,7 @@ class ServedRecorder:
                 self._turn.notify_all()
 
     def give_up(self) -> None:
-        """The client does not go on: what still waits for its turn is refused, and the episodes end where they are."""
+        """The client gives up: waiting calls are refused, and the episodes end with their last steps."""
         about_to_wait()
         with self._lock:
             self._refuse("its client gave it up")

@@ -244,7 +244,7 @@ def _is_set(name: str, agent: Hashable, flags: ByAgent) -> bool:
 
 
 def _parts_of(value: object) -> set[Any] | int | None:
-    """What a nested observation is made of; None for an array."""
+    """The parts of a nested observation; None for an array."""
     return set(value) if isinstance(value, Mapping) else len(value) if isinstance(value, tuple) else None
 
 

@@ -20,7 +20,7 @@ PREFIX = "anonymous-"
 
 
 def new_name() -> str:
-    """A name that no other store has. Removes what killed processes left of anonymous stores."""
+    """Returns an unused name. Also removes anonymous stores of killed processes."""
     remove_dead()
     return PREFIX + os.urandom(8).hex()
 

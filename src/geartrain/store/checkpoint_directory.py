@@ -172,7 +172,7 @@ def remove_unheld(path: Path, *, unlocked: bool = True) -> bool:
 
 
 def remove_replaced(directory: Path) -> None:
-    """Removes what readers, and savers that were killed, have left beside a checkpoint of that path."""
+    """Removes replaced directories of a checkpoint's path that readers or killed savers left next to it."""
     for left in directory.parent.glob(f".{glob.escape(directory.name)}.*.saving"):
         remove_unheld(left, unlocked=False)  # without locks it may be somebody's unfinished one
 

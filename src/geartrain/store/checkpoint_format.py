@@ -92,7 +92,7 @@ CURRENT_NAMES = {stored: current for current, stored in STORED_NAMES.items()}
 
 
 def renamed(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The content with keys, and values that are names, under other names; what the table does not have stays."""
+    """Renames keys, and values that are names, by a table. Names missing from the table stay."""
     return {
         names.get(key, key): names.get(value, value) if isinstance(value, str) else value
         for key, value in content.items()
@@ -107,7 +107,7 @@ def version_of(options: Mapping[str, Any]) -> int:
 
 
 def stored_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a store as manifests have them: without those that earlier versions do not know, and have."""
+    """The options of a store as manifests hold them: values that earlier versions imply are left out."""
     usual = {"priority_per": "row", "new_priority": "one"}
     return renamed({name: value for name, value in options.items() if usual.get(name) != value}, STORED_NAMES)
 
@@ -170,7 +170,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a directory and what is missing above it, each flushed to disk.
+    """Makes a directory and its missing parents, each flushed to disk.
 
     Raises:
         CheckpointError: it cannot be made, but for a full disk, which is an `OSError`.

@@ -79,7 +79,7 @@ class Checkpoint:
 
     @property
     def shared_nbytes(self) -> int:
-        """Bytes of those files that other checkpoints have as well."""
+        """Bytes of the files that are shared with other checkpoints."""
         return sum(
             about["bytes"] for file, about in self._manifest["files"].items() if self._held.status(file).st_nlink > 1
         )
@@ -318,7 +318,7 @@ class Checkpoint:
 
 
 def read_newest(directory: str | os.PathLike[str], read: Callable[[Checkpoint], T]) -> T:
-    """What `read(checkpoint)` returns for the checkpoint in a directory.
+    """Calls `read` with the checkpoint in a directory, and returns its result.
 
     Where the file system has no locks and it was replaced meanwhile, it is read again; after `_MOST_TRIES` times
     `SupersededError` is raised.
@@ -341,7 +341,7 @@ def put_blocks(column: NDArray[Any], rows: NDArray[Any], blocks: NDArray[np.uint
 def restore(
     store: _native.Store, records: NDArray[Any], next_sequence: int, steps: NDArray[np.uint32] | None = None
 ) -> None:
-    """Makes the rows of a new store, all of them allocated and filled, what a row table says they are."""
+    """Sets the metadata of a new store's rows, all allocated and filled, from a row table."""
     columns = [np.ascontiguousarray(records[column]) for column in METADATA]
     store.restore(*columns, next_sequence, steps)  # type: ignore[call-arg, arg-type]
 

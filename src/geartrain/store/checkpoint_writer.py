@@ -208,7 +208,7 @@ class _Base:
 def _find_base(
     store: _native.Store, base: Path | None, directory: Path, origin: str | None
 ) -> tuple[_Base | None, str | None]:
-    """The checkpoint to link to, or why there is none to be used although one is there."""
+    """The checkpoint to link to, or the reason why the existing one cannot be used."""
     place = directory if base is None else base.absolute()
     if base is None and not (place / "manifest.json").exists():
         return None, None
@@ -229,7 +229,7 @@ def _find_base(
 
 
 def chunks_to_keep(total: NDArray[np.int64], live: NDArray[np.int64], rows: int, per_chunk: int) -> NDArray[np.bool_]:
-    """Which chunks to link, given how many rows each holds and how many of those live; the others are written anew.
+    """The chunks to link, given the rows and living rows of each. The others are rewritten.
 
     Args:
         total, live: (chunks,) rows in each, and how many of them are to be saved.
@@ -484,7 +484,7 @@ def _row_records(
 
 
 def _identity(store: _native.Store) -> dict[str, Any]:
-    """What no other store has: its random number, and the file that it is, which tells apart copies of a file."""
+    """Identity of a store: its random number, and its file, which distinguishes copies of the file."""
     about = store.describe()
     try:
         file = Path(about["path"]).stat()

@@ -81,7 +81,7 @@ class StoreHandle:
 
     @property
     def read_only(self) -> bool:
-        """Whether it changes nothing: it was opened with mode="r", or is that of an imported data set."""
+        """Whether the handle is read-only: opened with mode="r", or of an imported data set."""
         return self.native.read_only
 
     def other_processes(self) -> int:

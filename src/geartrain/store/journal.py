@@ -401,7 +401,7 @@ class JournalOptions:
 
     @contextlib.contextmanager
     def _naming_the_disk(self) -> Iterator[None]:
-        """Turns the kernel's bare errors into those of a store."""
+        """Turns the kernel's errors into errors that name the store's disk."""
         try:
             yield
         except OSError as error:
@@ -410,7 +410,7 @@ class JournalOptions:
 
 
 def join(native: _native.Store, fields: dict[str, Field], max_length: int) -> Journal | None:
-    """This process's part of the journal of a store that was joined; None where it has none.
+    """Joins the journal of a store that was opened; None if the store has none.
 
     A directory of another user's is not written to: its store's commits wait for that user's processes.
     """

@@ -196,7 +196,7 @@ class JournalDirectory:
                 os.close(fd)
 
     def note_later(self, checkpoint: str) -> None:
-        """Keeps a checkpoint among those whose rows are here; the lock is held. Raises `OSError`."""
+        """Notes a checkpoint as one whose rows the journal has. The caller holds the lock. Raises `OSError`."""
         self.later.append(checkpoint)
         unfinished = self.path / f".{MANIFEST}"
         write_json(unfinished, {**self._manifest, "later": self.later})
@@ -268,7 +268,7 @@ class JournalDirectory:
         on_steps: Callable[[NDArray[Any], NDArray[Any], NDArray[np.uint32]], None] | None = None,
         repair: bool = False,
     ) -> JournalContents:
-        """What all frames say, each of which was checked.
+        """The combined result of all frames, each of which is checked.
 
         Args:
             verify: compare the checksums of rows' blocks in all segments, and not in the last alone.

@@ -189,7 +189,7 @@ def frames(fd: int, *, blocks: bool, verify: bool, first: int | None) -> Iterato
 
 
 def synced_later(fd: int, offset: int) -> int:
-    """The largest `synced` of all whole headers from an offset on; 0 where there is none."""
+    """The largest `synced` of all intact headers from an offset on; 0 if there are none."""
     size, most = os.fstat(fd).st_size, 0
     words = np.zeros(0, "<u8")
     piece = 16 << 20
@@ -204,7 +204,7 @@ def synced_later(fd: int, offset: int) -> int:
 
 
 def begin_of(frame: Frame, path: Path) -> dict[str, Any]:
-    """What a segment's first frame says. Raises `JournalError` where it is none."""
+    """Contents of a segment's begin frame. Raises `JournalError` if the frame is not one."""
     try:
         content = parse_json(frame.table) if frame.kind == BEGIN else None
         if not isinstance(content, dict):

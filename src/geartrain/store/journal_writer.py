@@ -164,7 +164,7 @@ class JournalWriter:
         self._directory.unlock()
 
     def _append_news(self, priorities: bool) -> int:
-        """Appends what is new; returns how many new rows could not be copied, and have to be looked at again."""
+        """Appends changes. Returns the number of new rows that could not be copied and must be tried again."""
         left = 0
         state = self._native.journal_state()
         # None: the store is being loaded, and gets its journal once all of the checkpoint is in it.
@@ -377,7 +377,7 @@ class JournalWriter:
         self._number += 1
 
     def _begin_segment(self) -> None:
-        """Makes the next file. Where it fails, the last one goes on. All frames are on the disk."""
+        """Begins the next segment file. If that fails, the last one is continued. All frames are on disk."""
         number = self._segments[-1].number + 1 if self._segments else 1
         path = self._directory.segment_path(number)
         before = (self._fd, self._end, self._number)
@@ -461,7 +461,7 @@ class JournalWriter:
         self._broken = True
 
     def _mend(self) -> None:
-        """Cuts off what a failed pass has left. Raises `OSError`."""
+        """Cuts off the rest of a failed pass. Raises `OSError`."""
         if not self._broken:
             return
         self._disk.truncate(self._fd, self._synced_end)
@@ -471,7 +471,7 @@ class JournalWriter:
     # --- compaction -----------------------------------------------------------------------------------------
 
     def _compact(self) -> None:
-        """After a pass that is on the disk: removes what holds nothing any more, and makes more of it."""
+        """Compacts after a flushed pass: removes segments without living rows, and frees more segments."""
         self._remove_dead()
         for _ in range(_COMPACTED_A_PASS):
             if not self._too_large():

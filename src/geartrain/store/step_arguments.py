@@ -62,7 +62,7 @@ class StepArguments:
         return np.ascontiguousarray(array)
 
     def _array(self, name: str, value: Any) -> Any:
-        """A field's values as the native call takes them. Raises `SchemaError` where they do not fit."""
+        """A field's values in the form that the native call accepts. Raises `SchemaError` if they do not fit."""
         field = self._fields[name]
         if hasattr(value, "detach"):
             value = _fetched(name, value)
@@ -153,7 +153,7 @@ class StepArguments:
 
 
 def _fetched(name: str, tensor: Any) -> Any:
-    """A tensor in host memory. Raises `SchemaError` where it has no values, as on the meta device."""
+    """A tensor in host memory. Raises `SchemaError` if it has no values, as on the meta device."""
     try:
         return plain_tensor(tensor).cpu()
     except (RuntimeError, NotImplementedError) as error:

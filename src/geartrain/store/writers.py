@@ -61,7 +61,7 @@ class Writers:
 
     @property
     def trouble(self) -> str:
-        """What has gone wrong with them, to be appended to an error's text; empty where nothing has."""
+        """The writers' problem, to append to an error's text; empty if there is none."""
         return "".join(f"; {each.trouble}" for each in self._all.copy() if each.trouble)
 
 

@@ -33,7 +33,7 @@ print(got, ctypes.get_errno() if got < 0 else 0, into.raw.hex())
 
 
 def why_not() -> str | None:
-    """Why processes of this user cannot read each other's memory, None where they can; found by trying, in a child.
+    """Why processes of this user cannot read each other's memory; None if they can. Tries it in a child process.
 
     Costs a process, about 0.1 s.
     """

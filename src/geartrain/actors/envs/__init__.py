@@ -75,7 +75,7 @@ def need(family: str) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppresses what packages print when they are imported."""
+    """Suppresses output of packages during their import."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 

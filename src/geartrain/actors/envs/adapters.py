@@ -65,7 +65,7 @@ class VectorEnv(Protocol):
         ...
 
     def step(self, actions: Arrays) -> StepResult:
-        """Takes one step of every environment. Those whose episode ends are reset.
+        """Steps every environment once. Environments whose episode ends are reset.
 
         Args:
             actions: by field, (n, ...).

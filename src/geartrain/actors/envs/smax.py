@@ -120,7 +120,7 @@ def _first(game: Any, key: Any) -> tuple[dict[str, Any], Any]:
 
 
 def _after(game: Any, key: Any, state: Any, actions: Any) -> tuple[Any, ...]:
-    """What one step of one battle leads to; fought out is a battle in which one side is left, or none."""
+    """One step of one battle. A battle is over when at most one side is left."""
     given = {agent: actions[at] for at, agent in enumerate(game.agents)}
     observation, after, rewards, dones, _ = game.step_env(key, state, given)
     living = after.state.unit_alive

@@ -199,7 +199,7 @@ def choose(
     default: Collection[str],
     skip_unsupported: bool = False,
 ) -> dict[str, str]:
-    """Which of a source's fields to import, as stored name -> the source's name.
+    """The fields of a source to import, as stored name -> the source's name.
 
     Args:
         where: the source's name, for messages.
@@ -286,7 +286,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading(place: str, expected: str) -> Iterator[None]:
-    """What a library raises about damaged or foreign data, as a `SourceError` of one line.
+    """Turns a library's errors about damaged or foreign data into a `SourceError` of one line.
 
     The libraries raise errors of any class on bytes that they did not write; those of geartrain pass.
 
@@ -306,7 +306,7 @@ def reading(place: str, expected: str) -> Iterator[None]:
 
 
 def count_of(what: str, value: Any) -> int:
-    """A count from a dataset's metadata. Raises `ValueError` for what is no whole number from 0 on."""
+    """A count from a dataset's metadata. Raises `ValueError` if it is not a whole number from 0 on."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or not 0 <= value < 2**62:
         raise ValueError(f"{what} is a whole number from 0 on, found {value!r}")
     return int(value)

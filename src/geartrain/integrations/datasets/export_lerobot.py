@@ -206,7 +206,7 @@ class LeRobotWriter(DatasetWriter):
         return sum(array.nbytes for array in values.values())
 
     def _encode(self, values: Mapping[str, Array], lengths: list[int]) -> dict[str, Any]:
-        """Encodes the videos, a thread for each camera; the columns that tell where they are."""
+        """Encodes the videos, with a thread for each camera. Returns the columns with their places."""
         if not self._videos:
             return {}
         about = {}
@@ -222,7 +222,7 @@ class LeRobotWriter(DatasetWriter):
         return about
 
     def finish(self) -> None:
-        """Writes what is known of all episodes."""
+        """Writes the metadata of all episodes."""
         for video in self._videos.values():
             video.finish()
         self._data.close()

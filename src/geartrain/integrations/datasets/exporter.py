@@ -200,7 +200,7 @@ def export_store(
 def _chosen(
     rows: StoredRows, writer: type[DatasetWriter], fields: FieldChoice, casts: Mapping[str, str], skip: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The fields to write, {written: stored}, and those that are not, with the reason."""
+    """The fields to write, {written: stored}, and the fields left out, with the reason."""
     asked = choose(rows.name, fields, dict.fromkeys(rows.fields), list(rows.fields))
     refused = {
         name: why
@@ -227,7 +227,7 @@ def _converted(field: Field, casts: Mapping[str, str]) -> Field:
 
 
 def _target(path: str | os.PathLike[str], format: str) -> tuple[Path, str]:
-    """Where to write, with symbolic links followed, and what."""
+    """The destination, with symbolic links followed, and the format."""
     try:
         name = os.fspath(path)
         name.encode()
@@ -332,7 +332,7 @@ def _flush(path: Path) -> None:
 
 
 def _put_in_place(fresh: Path, target: Path, format: str, overwrite: bool, writer: type[DatasetWriter]) -> None:
-    """Gives the dataset its name in one step, and removes what had the name where that may be."""
+    """Gives the dataset its name in one step, and removes a previous dataset of that name if allowed."""
     if os.path.lexists(target):
         if not overwrite:
             raise DatasetExistsError(f"another process wrote {target} meanwhile; it is left as it is")

@@ -129,7 +129,7 @@ _MORE_BITS = "more than the 8 bits a value that are read"
 
 
 def _what_is_lost(image: Any, data: bytes) -> str:
-    """What Pillow would change of an image's values, before it is decoded; "" for nothing.
+    """How Pillow would change an image's values, known before it is decoded; "" for no change.
 
     Pillow gives images in colours, or with alpha, cut to 8 bits a value, and those of a largest value of their own
     scaled.

@@ -78,7 +78,7 @@ class RowFiller:
         self._commit_ready()
 
     def finish(self) -> None:
-        """Commits what is left."""
+        """Commits the remaining rows."""
         while self._filling:
             self._commit_first()
 

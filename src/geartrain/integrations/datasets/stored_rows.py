@@ -141,7 +141,7 @@ class StoredRows:
         return total, longest
 
     def episodes(self) -> int:
-        """Trajectories that there are: rows, and where they hold several episodes, these."""
+        """Number of trajectories: rows, or the episodes of rows that hold several."""
         if not self.split:
             return self.count
         read = self._from_store if isinstance(self._source, Store) else self._from_checkpoint

@@ -169,7 +169,7 @@ class VideoReader:
             self._seek(pts)
 
     def _seek(self, pts: int) -> None:
-        """To the last key frame that is shown no later than that; to the first one where there is none.
+        """Seeks to the last key frame that is shown no later than `pts`, or to the first one if there is none.
 
         A key frame may stand in the file before a time and be shown after it, with what is shown before it behind it:
         then the one before is needed.

@@ -86,7 +86,7 @@ class WriterProcess:
         return self._process.pid
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What a method of the object returns."""
+        """Calls a method of the object and returns its result."""
         return self._asked((method, arguments))
 
     def _asked(self, message: Any) -> Any:
@@ -180,7 +180,7 @@ def _serve(descriptor: int) -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one of the same text where it cannot be pickled."""
+    """The error, or one with the same text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -42,7 +42,7 @@ class BufferContents:
             raise StoreClosedError("this buffer was closed")
 
     def close(self) -> None:
-        """Closes the store; in the process that made it what writes and draws as well."""
+        """Closes the store. In the process that made it, also closes the writer and the sampler."""
         if self.forks == _forks:
             self.streams.close()
         self.store.close()
@@ -120,7 +120,7 @@ class BufferState:
 
 
 def contents_of(state: Any) -> BufferContents:
-    """What a state stands for.
+    """The contents that a state refers to.
 
     Raises:
         ArgumentError: no state, or one of the process that this one was forked from. StoreClosedError: it was closed.

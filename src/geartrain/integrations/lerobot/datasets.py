@@ -169,7 +169,7 @@ def written(
 
 
 def _feature(entry: TransitionEntry) -> dict[str, Any]:
-    """How LeRobot calls it: an image is what has one or three channels in front."""
+    """LeRobot's description of an entry. An entry with one or three channels in front is an image."""
     shape = entry.shape or (1,)
     is_image = len(shape) == 3 and shape[0] in _IMAGE_CHANNELS
     return {"dtype": "image" if is_image else "float32", "shape": shape}

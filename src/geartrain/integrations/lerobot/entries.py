@@ -52,7 +52,7 @@ class TransitionEntry(NamedTuple):
         raise ArgumentError(f"Unsupported type {type(value)} for {what}: transitions hold tensors and numbers")
 
     def array(self, what: str, value: Any) -> NDArray[Any]:
-        """A value of a transition, as the field has it; not a copy where it is so already.
+        """A transition's value in the field's dtype, without a copy if it has that already.
 
         Raises:
             ArgumentError: it is neither a tensor nor a number. SchemaError: its shape differs from the field's, or
@@ -112,7 +112,7 @@ class TransitionEntries:
 
     @staticmethod
     def of_transition(state: Any, action: Any, infos: Mapping[str, Any] | None) -> TransitionEntries:
-        """Those of a buffer whose first transition this is.
+        """Entries of a buffer, from its first transition.
 
         Raises:
             ArgumentError: a state is no dict or empty, infos are no dict, a key is no text, or there is something else
@@ -134,7 +134,7 @@ class TransitionEntries:
 
     @staticmethod
     def of_fields(name: str, fields: Mapping[str, Field]) -> TransitionEntries:
-        """Those of a store that another process has made.
+        """Entries of a store that another process has made.
 
         Raises:
             IncompatibleStoreError: it has other fields than a replay buffer of LeRobot's. One of Stable-Baselines3

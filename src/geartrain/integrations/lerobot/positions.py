@@ -72,7 +72,7 @@ class PositionColumn:
         return _indexed(self._at(read), (torch.from_numpy(place.reshape(positions.shape)), *rest))
 
     def _at(self, positions: NDArray[np.int64]) -> torch.Tensor:
-        """What is at positions of any shape, (*positions.shape, ...)."""
+        """Values at positions of any shape, (*positions.shape, ...)."""
         return self._as_tensor(self._read(positions.reshape(-1))).reshape((*positions.shape, *self.shape[1:]))
 
     def _read(self, positions: NDArray[np.int64]) -> NDArray[Any]:

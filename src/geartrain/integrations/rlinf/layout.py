@@ -89,7 +89,7 @@ class SampleLayout:
 
     @staticmethod
     def of_samples(samples: TrajectorySamples) -> SampleLayout:
-        """That of a buffer whose first trajectory this is."""
+        """Layout of a buffer, from its first trajectory."""
         arrays = samples.arrays
         shared = [
             key
@@ -116,7 +116,7 @@ class SampleLayout:
 
     @staticmethod
     def of_fields(name: str, fields: Mapping[str, Field]) -> SampleLayout:
-        """That of a store which is there.
+        """Layout of an existing store.
 
         Raises:
             IncompatibleStoreError: it has other fields.

@@ -447,7 +447,7 @@ class TrajectoryReplayBuffer:
             self._restore(SavedTrajectories.of_store(held, part, self._kept))
 
     def _restore(self, saved: SavedTrajectories) -> None:
-        """Puts these trajectories in the place of those that are there."""
+        """Replaces the present trajectories by these."""
         self.clear()
         number, total = saved.number - len(saved.sizes), saved.total - sum(saved.sizes)
         for samples in saved.each:

@@ -90,7 +90,7 @@ class TrajectoryRows:
                 block[NUMBER], block[TOTAL] = number, total
 
     def trim(self, before: RowsNow, newest: int) -> None:
-        """Removes the oldest trajectories, where there are too many.
+        """Removes the oldest trajectories if there are too many.
 
         Args:
             before: the rows before the last insertions.
@@ -118,7 +118,7 @@ class RowsNow(NamedTuple):
 
 
 def rows_of(kept: int) -> int:
-    """Rows of a store for so many trajectories: some more, for those that are written."""
+    """Rows of a store for so many trajectories, with a few more for trajectories being written."""
     return kept + 2 + kept // 16
 
 

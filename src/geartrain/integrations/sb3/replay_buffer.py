@@ -146,7 +146,7 @@ class ReplayBuffer(stock.ReplayBuffer):
         self._action_shape = (self.n_envs, self.action_dim)
 
     def _open(self, store: str | Store | None) -> None:
-        """Opens or makes the store, and what reads and writes it."""
+        """Opens or makes the store, with its writer, index and draws."""
         fields = fields_of(self._shapes, ((self.action_dim,), self._action_dtype), self._info_bytes)
         overlap = self.reach
         steps = row_steps(self.buffer_size, overlap)
@@ -424,7 +424,7 @@ class ReplayBuffer(stock.ReplayBuffer):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A buffer with a store of its own, which holds what was saved."""
+        """Makes a buffer with a store of its own, which holds the saved contents."""
         state = dict(state)
         contents, written, largest = state.pop("_contents"), state.pop("_written"), state.pop("_max_stored", 0)
         self.__dict__.update(state)

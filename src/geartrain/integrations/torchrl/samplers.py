@@ -204,7 +204,7 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
 
     @property
     def max_size(self) -> int | None:
-        """What was given as max_capacity."""
+        """The `max_capacity` that was passed."""
         return self._max_capacity
 
     @property

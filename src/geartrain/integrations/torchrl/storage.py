@@ -216,11 +216,11 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
         self._put(cursor, data, new=set_cursor, moves=set_cursor)
 
     def __setitem__(self, index: Any, data: Any) -> None:
-        """Sets items that are there; raises `IndexError` where there is none."""
+        """Sets existing items; raises `IndexError` if an index has none."""
         self._put(index, data, new=False, moves=False, there=True)
 
     def write_at(self, cursor: Any, data: Any) -> None:
-        """Writes new items at places, as `set`, and leaves the cursor where it is."""
+        """Writes new items at indices, like `set`, without moving the cursor."""
         self._put(cursor, data, new=True, moves=False)
 
     def _put(self, cursor: Any, data: Any, *, new: bool, moves: bool, there: bool = False) -> None:
@@ -402,7 +402,7 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
         return torch.from_numpy(found).reshape(entries.shape).to(entries.device)
 
     def _apply_conditional_patch(self, index: torch.Tensor, patch: Mapping[Any, torch.Tensor]) -> None:
-        """Writes a patch, and not to what another process has overwritten since `update_if_present` has looked."""
+        """Writes a patch, except to items that another process overwrote since `update_if_present` looked."""
         cells = index.cpu().numpy().astype(np.int64)
         several = cells.ndim > 1
         if several:

@@ -120,7 +120,7 @@ class StorePlace:
                 self.folder.rmdir()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what only the owner has."""
+        """State without the owner's finalizer."""
         return self.__dict__ | {"_release": None}
 
     def _taken(self) -> RuntimeError:
@@ -131,7 +131,7 @@ class StorePlace:
 
 
 def new_name() -> str:
-    """A name for a store that was given none. Removes what killed owners have left."""
+    """A random name for an unnamed storage. Also removes stores of killed owners."""
     first = Path(_native.segment_path(_PREFIX))
     for path in shared_files(f"{first.name}*{_OWNER}", first.parent):
         with suppress(GeartrainError, OSError):  # another user's, another build's, or removed meanwhile
@@ -144,7 +144,7 @@ def new_name() -> str:
 
 
 def _is_used(name: str) -> bool:
-    """Whether a living process uses a store; False where there is none."""
+    """Whether a living process uses a store; False if it does not exist."""
     try:
         with Store.open(name, mode="r", adopt=True) as store:
             return bool(store.native.live_clients())
@@ -159,7 +159,7 @@ def _remove(name: str) -> None:
 
 
 def _leave(name: str, owner: Store, pid: int) -> None:
-    """Removes what others have made for an owner, and the small store that is its own."""
+    """Removes the store that another process made for an owner, and the owner's own small store."""
     if os.getpid() != pid:  # a forked child's copy
         return
     with suppress(GeartrainError, OSError), Store.open(name, mode="r", adopt=True) as store:

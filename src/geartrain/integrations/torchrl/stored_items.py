@@ -98,7 +98,7 @@ class StoredItems:
         return True
 
     def adopt(self, store: Store) -> None:
-        """Takes an open store; raises where it is none of a storage of this size."""
+        """Takes an open store; raises if it does not belong to a storage of this size."""
         try:
             if _STATE not in store.fields or not store.per_step:
                 raise IncompatibleStoreError(f"the store {store.name!r} is none of a torchrl storage")
@@ -342,7 +342,7 @@ class StoredItems:
             self.store.update_priorities(self.keys_at(index), np.zeros(len(index)))
 
     def take(self, saved: StoredItems) -> None:
-        """Items, priorities and cursor of others in the place of those there are.
+        """Replaces items, priorities and cursor by another storage's.
 
         Raises:
             SchemaError: they have other fields.

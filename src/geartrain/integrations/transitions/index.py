@@ -112,7 +112,7 @@ class TransitionIndex:
         self._ended = b""
 
     def refresh(self) -> None:
-        """Takes in what has changed."""
+        """Updates the index, if rows were added, removed or extended."""
         store = self._store
         keys = store.keys()
         status = store.status(keys)
@@ -176,7 +176,7 @@ class TransitionIndex:
         return self._sums
 
     def find(self, number: NDArray[np.int64]) -> tuple[Keys, NDArray[np.int64]]:
-        """Row and step of transitions; of those that several rows hold, where most follow.
+        """Row and step of transitions. If several rows hold one, the row with the most following steps is chosen.
 
         Raises:
             StaleKeyError: one is not there, or not any more.

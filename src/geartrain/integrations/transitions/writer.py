@@ -93,7 +93,7 @@ class TransitionWriter(RecorderPriority):
         self._begun = True
 
     def cut(self) -> None:
-        """Ends the rows that are being written; what is added next begins new ones."""
+        """Ends the rows in progress. The next transitions begin new ones."""
         self._recorder.cut()
         self._begun = False
 
