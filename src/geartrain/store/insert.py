@@ -20,7 +20,7 @@ from geartrain.core.schema import of_field
 from geartrain.errors import FieldError, SchemaError
 from geartrain.store.columns import Columns, as_column
 
-#: Which conversions an insert may make, as in NumPy: none, those that lose nothing, or those within a kind of number.
+#: Conversions that an insert may make, as in NumPy: none, lossless ones, or ones within a kind of number.
 Casting = Literal["no", "safe", "same_kind"]
 CASTINGS = ("no", "safe", "same_kind")
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 Autoreset = Literal["next_step", "same_step", "disabled"]
 AUTORESETS = ("next_step", "same_step", "disabled")
 
-#: Fields that a recorder fills by itself and needs; and those that it fills where the store has them.
+#: Fields that a recorder fills and requires, and fields that it fills if the store has them.
 REQUIRED_FIELDS = {"terminated": "bool", "last": "bool"}
 OPTIONAL_FIELDS = {"truncated": "bool", "step_version": "int64", "episode_return": "float32"}
 #: What `StepRecorder.step` calls its own arguments; a field of such a name could not be given.

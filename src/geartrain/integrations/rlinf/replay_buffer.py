@@ -320,7 +320,7 @@ class TrajectoryReplayBuffer:
         """
         return self.sample(num_chunks)
 
-    # --- what is there ----------------------------------------------------------------------------------------
+    # --- contents ---------------------------------------------------------------------------------------------
 
     def _counted(self) -> tuple[int, int]:
         return (0, 0) if self._join() is None else self._rows.counted()

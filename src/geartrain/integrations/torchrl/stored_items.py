@@ -33,7 +33,7 @@ from geartrain.store.store import Store
 _ROW_ITEMS, _BYTES_AT_ONCE = 512, 1 << 24
 # Items whose priorities are set at once, or that are copied.
 _PIECE = 1 << 16
-# Fields of a row that are the storage's own; those of the first row count.
+# Fields of the storage itself. Only the first row's values count.
 _PLACE, _STATE, _HIGHEST = OWN + "place", OWN + "state", OWN + "highest"
 #: A field of each item: how often it was written, where a writer tracks that.
 GENERATION = OWN + "generation"

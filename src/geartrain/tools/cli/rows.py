@@ -23,7 +23,7 @@ from geartrain.store.handle import ROW_STATES
 from geartrain.store.store import Store
 from geartrain.tools.cli.app import escape
 
-#: Smallest edge of what is taken for a picture, and the widest on a terminal, in cells.
+#: Smallest edge of an array shown as a picture, and the widest picture on a terminal, in cells.
 _LEAST, _WIDEST = 8, 64
 #: Gray frames of a stack that are shown beside each other; more are no stack.
 _STACKED = 8
