@@ -1,4 +1,4 @@
-"""Actor: rollout loop that steps environments with a policy and records the episodes in a store."""
+"""Actor: a loop that steps environments with a policy and records the episodes in a store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from geartrain.store.store import Store
 
 @dataclass
 class ActorStats:
-    """What an actor has done, and where its time went. `Actor.run` returns it.
+    """Counters and times of an actor. `Actor.run` returns them.
 
     Attributes:
         steps: steps so far; a step of one environment counts as one.

@@ -1,17 +1,17 @@
-"""Answers of policies: actions, alone or with extras.
+"""Return values of policies: actions, alone or with extra fields.
 
-What an `act` returns is the same everywhere: of the function that `LocalPolicy` calls, of an agent's function that
-`RemotePolicy` calls, and of a policy of your own. It is one of
+All of these return the same: the function that `LocalPolicy` calls, an agent's function that `RemotePolicy` calls, and
+a policy of your own. The value is one of
 
     actions
     (actions, extras)
     {"action": actions, **extras}        # as @rpc.batched(stack=True) takes it
 
-`actions` is an array or a tensor (n, ...) for n environments. For a Dict space it is a dict of them by name. `extras`
-are arrays (n, ...) by the names of the store's fields. "version" among them is no field: it is the version of the model
-that acted, a whole number or (n,) of them.
+`actions` is an array or a tensor (n, ...) for n environments. For a Dict space it is a dict of such arrays by name.
+`extras` are arrays (n, ...) by the names of the store's fields. The extra "version" is not a field but the version of
+the model that acted: a whole number, or (n,) of them.
 
-An agent's function that is called for one environment answers for that one, without the axis n.
+An agent's function that is called for one environment returns values without the axis n.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Parts = dict[str, NDArray[Any]]
 
 
 class Answer(NamedTuple):
-    """What an `act` has returned for n environments.
+    """Result of an `act` for n environments.
 
     Attributes:
-        actions: as environments take them, (n, ...).
+        actions: (n, ...), in the form that environments accept.
         extras: by field, (n, ...).
-        version: of the model that acted; None where the answer does not say.
+        version: version of the model that acted; None if the policy did not return one.
     """
 
     actions: Arrays

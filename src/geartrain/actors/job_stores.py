@@ -1,4 +1,4 @@
-"""Stores of a job by key: rows fetched, updated and removed in whichever store they are, of this host or of another.
+"""A job's stores as one: fetches, updates and removes rows by key, on this host or on others.
 
 stores = context.stores()                                      # under `geartrain launch`, with Job.serve_stores
 batch = gt.fetch(stores, keys, window=20)                      # keys of several hosts' stores, in one batch
@@ -196,7 +196,7 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
 
 
 def _kept(where: NDArray[np.int64], keys: Keys, part: Batch) -> NDArray[np.int64]:
-    """Which of the keys a part has: all of `where`, or those whose rows were not dropped, in the same order."""
+    """Which of the keys a part has: all of `where`, or only keys of rows that were not dropped, in the same order."""
     if len(part.keys) == len(where):
         return where
     found, at = [], 0

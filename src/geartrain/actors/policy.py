@@ -1,4 +1,4 @@
-"""Policies of actors: random, local with weights that follow a trainer's, or remote by RPC to an agent."""
+"""Policies of actors: random, local with the trainer's newest weights, or remote inference by RPC."""
 
 from __future__ import annotations
 

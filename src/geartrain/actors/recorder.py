@@ -1,6 +1,6 @@
-"""Episode recorder: one environment's episodes, a step at a time, over a store's `StepRecorder`.
+"""Episode recorder: records one environment's episodes, one step a call, through a store's `StepRecorder`.
 
-The layout of rows is that of geartrain/store/recorder.py. For many environments that are stepped together use
+geartrain/store/recorder.py describes the layout of rows. For many environments that are stepped together use
 `Store.recorder`, as `Actor` does.
 """
 
@@ -193,7 +193,7 @@ class EpisodeRecorder:
 
 
 def _flag(what: str, value: Any) -> bool:
-    """An end of an episode as a bool: whatever is one number, and equals 0 or 1."""
+    """An end-of-episode flag as a bool. Accepts any single number that equals 0 or 1."""
     try:
         array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
         if array.dtype.kind in "biuf" and array.size == 1 and array.item() in (0, 1):

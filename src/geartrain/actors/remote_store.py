@@ -1,10 +1,10 @@
-"""Remote store: a store of another process or host, by the name under which it is served there.
+"""Remote store: a client for a store of another process or host, by the name under which it is served.
 
     node = rpc.init("simulator-3", ...)
     store = RemoteStore(node, "learner", "replay")
     Actor(environments, policy, store).run(steps=1_000_000)     # no store, learner or GPU on this host
 
-The other side is `geartrain.actors.StoreServer`.
+`geartrain.actors.StoreServer` is the server.
 """
 
 from __future__ import annotations
@@ -475,7 +475,9 @@ class RemoteRecorder:
 
 
 def _plain(value: Any) -> Any:
-    """What the codec sends: arrays and tensors as they are, nested dicts, tuples and lists of them, NumPy's numbers."""
+    """A value in the form that the codec sends: arrays, tensors, NumPy's numbers, and nested dicts, tuples and
+    lists.
+    """
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, tuple | list):

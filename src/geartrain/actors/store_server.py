@@ -1,11 +1,11 @@
-"""Store server: stores of this process that peers insert into, record in, fetch from and update, by name.
+"""Store server: peers insert into this process's stores, record in them, fetch from them and update priorities.
 
     node = rpc.init("learner", ...)
     with StoreServer(node, store, "replay"):
         train(gt.Replay(store, ...))
 
-A peer's side is `geartrain.actors.RemoteStore`. What arrives is written into the store's rows by the same native calls
-that local writers use, out of the buffers of the transport: one copy on this side.
+`geartrain.actors.RemoteStore` is the client. The server writes arriving data from the transport's buffers straight into
+the store's rows, so this side copies it once. It uses the same native calls as local writers.
 """
 
 from __future__ import annotations
@@ -218,10 +218,10 @@ def _fetch(caller: Caller, name: str, keys: PackedKeys, given: Mapping[str, Any]
 
 
 class ServedRecorder:
-    """A peer's recorder, kept here for as long as the peer is connected: then its unpublished rows are given back.
+    """A peer's recorder. When the peer disconnects, its unpublished rows are abandoned.
 
-    Calls come with a number where the peer sends the next one before it has the reply to this one. They are executed in
-    that order, and once one was refused, which ends the episodes where they are, so are all that follow.
+    A peer numbers its calls if it sends the next one before the reply to the last. The calls are executed in the order
+    of their numbers. A refused call ends the open episodes, and all numbered calls after it are refused too.
     """
 
     def __init__(self, serving: Callable[[], Store], n_envs: int, options: Mapping[str, Any]) -> None:
@@ -264,7 +264,7 @@ class ServedRecorder:
                 self._turn.notify_all()
 
     def give_up(self) -> None:
-        """The client does not go on: what still waits for its turn is refused, and the episodes end where they are."""
+        """The client gives up: waiting calls are refused, and the episodes end with their last steps."""
         about_to_wait()
         with self._lock:
             self._refuse("its client gave it up")

@@ -1,10 +1,13 @@
 """Integrations: dataset importers and exporters, other libraries' replay buffers, JAX and CuPy arrays, DI-engine.
 
-`import_dataset(source, into)` imports a dataset into a new store. `ingest` fills an existing store, and `open_source`
-gives the episodes alone. `export_store(store, path)` writes a store as a dataset.
+- `import_dataset(source, into)` imports a dataset into a new store.
+- `ingest` imports into an existing store, and `open_source` only reads the episodes.
+- `export_store(store, path)` writes a store as a dataset.
+- `sb3`, `torchrl`, `lerobot`, `rlinf` and `jax` have replay buffers over a store.
+- `jax` and `cupy` give batches as their arrays.
+- `di_engine` has a message queue for DI-engine.
 
-Replay buffers over a store are in `sb3`, `torchrl`, `lerobot`, `rlinf` and `jax`. Arrays of batches are in `jax` and
-`cupy`. A message queue for DI-engine is in `di_engine`. Optional packages are imported on first use.
+Optional packages are imported on first use.
 """
 
 from geartrain.integrations.datasets.episode import Episode, Extent, Source

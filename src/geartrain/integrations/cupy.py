@@ -1,4 +1,4 @@
-"""CuPy arrays of batches on a GPU, without a copy: through DLPack."""
+"""CuPy arrays of batches on a GPU, shared without a copy through DLPack."""
 
 from __future__ import annotations
 

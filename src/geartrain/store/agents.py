@@ -1,4 +1,4 @@
-"""Agent recorder: the steps of agents that come and go, as PettingZoo's parallel environments have them.
+"""Agent recorder: records agents that join and leave, as in PettingZoo's parallel environments.
 
     with store.agent_recorder(len(env.possible_agents)) as recorder:
         observations, _ = env.reset(seed=0)
@@ -10,9 +10,12 @@
                 observations, action=actions, reward=rewards, terminated=terminations, truncated=truncations,
             )
 
-What an agent does from its first observation to its end is an episode, in rows of its own (recorder.py). An agent that
-is observed and is in no episode begins one with that observation; one whose flags say so ends with it; one that is no
-longer observed is ended where it was.
+One episode lasts from an agent's first observation to its end. Each agent's episodes go to rows of their own;
+recorder.py describes their contents.
+
+- An agent that is observed and has no open episode starts one with that observation.
+- An agent whose `terminated` or `truncated` flag is set ends its episode with that step.
+- If an agent is no longer observed, its episode ends with its last recorded step.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ ByAgent = Mapping[Any, Any]
 
 
 class AgentRecorder(RecorderPriority):
-    """Records agents that come and go. `Store.agent_recorder` makes one. Use it from one thread at a time.
+    """Records agents that join and leave. `Store.agent_recorder` makes one. Use it from one thread at a time.
 
     As a context manager, leaving it ends all episodes and keeps their steps.
 
@@ -241,7 +244,7 @@ def _is_set(name: str, agent: Hashable, flags: ByAgent) -> bool:
 
 
 def _parts_of(value: object) -> set[Any] | int | None:
-    """What a nested observation is made of; None for an array."""
+    """The parts of a nested observation; None for an array."""
     return set(value) if isinstance(value, Mapping) else len(value) if isinstance(value, tuple) else None
 
 

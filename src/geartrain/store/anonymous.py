@@ -1,7 +1,8 @@
-"""Anonymous stores: random names, removal of segments whose processes all died, refusals.
+"""Anonymous stores: random names, cleanup after killed processes, and refusals to pickle.
 
-The last process that closes a store removes its segment, with or without a name. Killed processes cannot, and nobody
-knows the name by which to adopt or remove what they left: the next anonymous store of the host removes it.
+The last process that closes a store removes its segment, whether the store has a name or not. Killed processes cannot
+do that. Nobody knows the random name of an anonymous store, so nobody can adopt or remove its segment by hand. The next
+process on the host that creates an anonymous store removes such segments.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PREFIX = "anonymous-"
 
 
 def new_name() -> str:
-    """A name that no other store has. Removes what killed processes left of anonymous stores."""
+    """Returns an unused name. Also removes anonymous stores of killed processes."""
     remove_dead()
     return PREFIX + os.urandom(8).hex()
 

@@ -1,12 +1,14 @@
-"""Directory of a checkpoint, held open: its files stay readable, whatever is saved over it meanwhile.
+"""Directory of a checkpoint, held open and locked while a process reads or writes it.
 
-A save exchanges one directory for another and removes what it replaced, and steps of a job are removed when they are
-old. So whoever reads or writes a checkpoint holds a shared lock on its directory (flock, which goes with the last
-descriptor of its open file, however its process ends), and whoever removes one needs an exclusive lock, or leaves it:
-a replaced one then has the name .NAME.*.saving, and is removed by the last of its readers or by the next save.
+A save replaces the checkpoint's directory by a new one and removes the old one. A series of checkpoints also removes
+the oldest. The lock keeps a checkpoint's files readable meanwhile:
 
-A file system without such locks (NFS) has files removed at once. A reader that misses one, because its checkpoint was
-replaced, gets `SupersededError` and starts again with the one that is there now.
+- Readers and writers hold a shared `flock` on the directory. The kernel drops it when the process dies.
+- A process that wants to remove the directory needs an exclusive lock. If it gets none, it leaves the directory there.
+- A replaced directory that is still being read is named .NAME.*.saving. Its last reader or the next save removes it.
+
+File systems without such locks (NFS) remove the files at once. A reader that misses a file then gets `SupersededError`.
+It starts again with the checkpoint that has replaced its own.
 """
 
 from __future__ import annotations
@@ -170,7 +172,7 @@ def remove_unheld(path: Path, *, unlocked: bool = True) -> bool:
 
 
 def remove_replaced(directory: Path) -> None:
-    """Removes what readers, and savers that were killed, have left beside a checkpoint of that path."""
+    """Removes replaced directories of a checkpoint's path that readers or killed savers left next to it."""
     for left in directory.parent.glob(f".{glob.escape(directory.name)}.*.saving"):
         remove_unheld(left, unlocked=False)  # without locks it may be somebody's unfinished one
 
@@ -183,7 +185,7 @@ def lock_shared(path: Path) -> int:
 
 
 def put_in_place(fresh: Path, directory: Path) -> None:
-    """Gives a directory its name; what had the name has the other one's then, where there was anything."""
+    """Gives the directory `fresh` the name `directory`. An existing directory of that name gets the name `fresh`."""
     while True:  # another saver may make it, or remove it, at any time
         try:
             fresh.rename(directory)

@@ -1,6 +1,7 @@
-"""Checkpoint format: manifest, checksums, row table, and files that appear complete or not at all.
+"""Checkpoint format: manifest, checksums, row table, and writes that are complete or absent after a crash.
 
-Version 2, 3 for a store with priorities of steps, or 4 for one with new_priority="max". A directory with
+Stores without step priorities use version 2, stores with step priorities version 3. Stores with new_priority="max" use
+version 4. A checkpoint is a directory with these files:
 
     manifest.json     what is here: schema, options, counts, and for every other file its size and checksums;
                       itself checksummed ("checksum": crc32 of the JSON without that entry, sorted keys, no spaces)
@@ -11,22 +12,25 @@ Version 2, 3 for a store with priorities of steps, or 4 for one with new_priorit
     steps.bin         with priorities of steps: those of each committed row's `length` steps, u32 fixed point, one row
                       after the other in the order of rows.bin, where priorities are 0
 
-Checksums are crc32 over pieces of 16 MiB, so that damage is reported by file and place.
+Each checksum is a crc32 over a piece of 16 MiB, so an error can name the damaged file and place.
 
-A committed row never changes, but for its priority, until its generation does. So a chunk is written once and then only
-hard-linked from one checkpoint to the next, under a name that no other chunk ever has. It may hold rows that are gone
-by now: nothing in rows.bin points to them. Rows are put into chunks in the order of their commits, so that those
-which a ring overwrites together lie together. Where rows die at random every chunk loses some; once a checkpoint's
-dead rows come to more than half its living ones, the chunks with the most dead are not linked and what lives in them
-is written anew. The same happens to small chunks once there are many. So n rows take at most 1.5 n rows of disk, and
-a save writes about as many bytes as were inserted since the last, twice that in the long run when rows die at random.
+Chunks are shared between checkpoints. A committed row does not change until its generation does; only its priority may.
+So a chunk is written once, and later checkpoints hard-link it. No two chunks ever have the same name.
 
-Version 1 had one file per field (field-00.bin, ..., all rows in the order of rows.bin, records of 48 bytes) and is
-still read.
+A chunk may contain dead rows, which were removed from the store since. Nothing in rows.bin points to them. Rows enter
+chunks in the order of their commits, so rows that a ring overwrites together lie in the same chunk. If rows die at
+random, every chunk loses some. Once dead rows exceed half of the living rows, the save rewrites the living rows of the
+chunks with the most dead ones. It also merges small chunks once there are many.
 
-Saving writes a sibling directory, flushes it to disk and then exchanges it for the old one, so a crash at any
-instant leaves the previous checkpoint or the new one, never a mixture. Whoever reads the old one meanwhile reads it to
-its end (checkpoint_directory.py). A directory that holds anything but a checkpoint is never touched.
+So n rows take at most 1.5 n rows of disk. A save writes about as many bytes as were inserted since the last one. If
+rows die at random, it writes twice that in the long run.
+
+Version 1 is still read. It had one file per field (field-00.bin, ..., all rows in the order of rows.bin) and row
+records of 48 bytes.
+
+A save writes a sibling directory, flushes it to disk and exchanges it for the old one. A crash at any instant leaves
+either the previous checkpoint or the new one. Readers of the old checkpoint can finish (checkpoint_directory.py). A
+save never touches a directory that holds anything but a checkpoint.
 """
 
 from __future__ import annotations
@@ -88,7 +92,7 @@ CURRENT_NAMES = {stored: current for current, stored in STORED_NAMES.items()}
 
 
 def renamed(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The content with keys, and values that are names, under other names; what the table does not have stays."""
+    """Renames keys, and values that are names, by a table. Names missing from the table stay."""
     return {
         names.get(key, key): names.get(value, value) if isinstance(value, str) else value
         for key, value in content.items()
@@ -103,7 +107,7 @@ def version_of(options: Mapping[str, Any]) -> int:
 
 
 def stored_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a store as manifests have them: without those that earlier versions do not know, and have."""
+    """The options of a store as manifests hold them: values that earlier versions imply are left out."""
     usual = {"priority_per": "row", "new_priority": "one"}
     return renamed({name: value for name, value in options.items() if usual.get(name) != value}, STORED_NAMES)
 
@@ -166,7 +170,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a directory and what is missing above it, each flushed to disk.
+    """Makes a directory and its missing parents, each flushed to disk.
 
     Raises:
         CheckpointError: it cannot be made, but for a full disk, which is an `OSError`.

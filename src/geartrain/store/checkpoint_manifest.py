@@ -1,7 +1,7 @@
-"""Checks of a checkpoint's manifest: every entry that a reader uses is there, of its type, and agrees with the others.
+"""Checks of a checkpoint's manifest: required entries, their types, and that they agree with each other.
 
-A checksum tells damage; it does not tell whether whoever wrote the file knew the format. After these checks a reader
-may index, multiply and allocate by the manifest: what it asks for is bounded by files that are there.
+A checksum detects damage. It does not detect a program that wrote the format wrongly. After these checks a reader may
+index, multiply and allocate by the manifest's numbers, because the sizes of existing files bound them.
 """
 
 from __future__ import annotations

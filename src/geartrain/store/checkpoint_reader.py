@@ -1,6 +1,6 @@
-"""Reading a checkpoint: its schema, row table and blocks, and filling a new store with them.
+"""Reads a checkpoint's schema, row table and blocks, and fills a new store with them.
 
-The format stands in checkpoint_format.py.
+checkpoint_format.py describes the format.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ T = TypeVar("T")
 
 
 class Checkpoint:
-    """A checkpoint whose manifest and file sizes are right; checksums are compared while reading.
+    """An open checkpoint. Opening checks its manifest and file sizes; reading compares checksums.
 
-    It stays as it was opened until `close`, whatever is saved over it or removed meanwhile (checkpoint_directory.py).
-    After `close` every method raises `CheckpointError`, but for `close`. One thread at a time.
+    It stays readable until `close`, even if a save replaces or removes it meanwhile (checkpoint_directory.py). After
+    `close` every other method raises `CheckpointError`. Use it from one thread at a time.
 
     Attributes:
         fields, max_length: the schema.
         options: the limits that the store was created with.
         rows: committed rows in it.
-        id: of this checkpoint, no other has it; None in version 1.
-        store_id: of the segment that was saved, as `describe` tells it; None in version 1.
+        id: unique id of this checkpoint; None in version 1.
+        store_id: id of the segment that was saved, as in `describe`; None in version 1.
         next_sequence, counters: of the store.
-        max_priority: the largest that was given in the store, fixed point; 0 for none, or a store that keeps none.
+        max_priority: the largest priority ever given in the store, fixed point; 0 if none was given or the store does
+            not keep it.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -78,7 +79,7 @@ class Checkpoint:
 
     @property
     def shared_nbytes(self) -> int:
-        """Bytes of those files that other checkpoints have as well."""
+        """Bytes of the files that are shared with other checkpoints."""
         return sum(
             about["bytes"] for file, about in self._manifest["files"].items() if self._held.status(file).st_nlink > 1
         )
@@ -317,7 +318,7 @@ class Checkpoint:
 
 
 def read_newest(directory: str | os.PathLike[str], read: Callable[[Checkpoint], T]) -> T:
-    """What `read(checkpoint)` returns for the checkpoint in a directory.
+    """Calls `read` with the checkpoint in a directory, and returns its result.
 
     Where the file system has no locks and it was replaced meanwhile, it is read again; after `_MOST_TRIES` times
     `SupersededError` is raised.
@@ -340,7 +341,7 @@ def put_blocks(column: NDArray[Any], rows: NDArray[Any], blocks: NDArray[np.uint
 def restore(
     store: _native.Store, records: NDArray[Any], next_sequence: int, steps: NDArray[np.uint32] | None = None
 ) -> None:
-    """Makes the rows of a new store, all of them allocated and filled, what a row table says they are."""
+    """Sets the metadata of a new store's rows, all allocated and filled, from a row table."""
     columns = [np.ascontiguousarray(records[column]) for column in METADATA]
     store.restore(*columns, next_sequence, steps)  # type: ignore[call-arg, arg-type]
 

@@ -1,11 +1,12 @@
-"""Series of checkpoints: a directory with the last few of a store, the newest under the name `latest`.
+"""Series of checkpoints: a directory with the last few checkpoints of a store, the newest under the name `latest`.
 
     PATH/20261123T064500-120Z    a checkpoint (checkpoint_format.py), named by the UTC time of its save
     PATH/latest                  a symbolic link to the newest
-    PATH/.lock                   whose lock the process has that saves here
+    PATH/.lock                   locked by the process that saves here
 
-A checkpoint appears complete or not at all, then `latest` is exchanged for one that leads to it, then the oldest are
-removed: killed at any instant, what is there is whole. One that is being read is removed by a later save.
+A save first adds a complete checkpoint, then replaces the link `latest`, and then removes the oldest checkpoints. So a
+process killed at any instant leaves only complete checkpoints and a valid `latest`. A checkpoint that is still being
+read is removed by a later save.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def saved_in(directory: Path) -> list[Path]:
 
 @contextmanager
 def holding(directory: Path) -> Iterator[None]:
-    """Makes the directory of a series, where it is missing, and keeps other processes from saving there.
+    """Makes the directory of a series if it is missing, and locks out other savers.
 
     Raises:
         CheckpointError: another process saves there, or the directory holds something else.
@@ -84,7 +85,7 @@ def save_next(store: Store, directory: Path, keep: int) -> Saved:
 
 
 def _base(older: list[Path]) -> tuple[Path | None, str | None]:
-    """The newest of a series, where it can be read; else why not."""
+    """The newest checkpoint of a series if it is readable; otherwise the reason."""
     if not older:
         return None, None
     try:
@@ -103,7 +104,7 @@ def _lead_to(directory: Path, name: str) -> None:
 
 
 def _time_name(older: list[Path]) -> str:
-    """The time now, or a later one than that of all others: clocks are set back."""
+    """The current time, or a time later than all other checkpoints', because clocks can be set back."""
     now_ms = time.time_ns() // 1_000_000
     while True:
         name = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now_ms // 1000)) + f"-{now_ms % 1000:03d}Z"

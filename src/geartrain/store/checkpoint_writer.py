@@ -1,6 +1,6 @@
-"""Writing a checkpoint: chunks of the previous one are hard-linked, new rows are copied out of the store.
+"""Writes a checkpoint: hard-links chunks of the previous one and copies new rows out of the store.
 
-The format stands in checkpoint_format.py.
+checkpoint_format.py describes the format.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Saved:
     Attributes:
         path: the directory.
         rows: committed rows in it.
-        bytes_written, bytes_linked: of files written, and of files linked from the previous one.
+        bytes_written, bytes_linked: bytes of the files written, and of the files linked from the previous checkpoint.
         seconds: the time it took.
         left_out: rows that were overwritten while they were saved.
-        not_linked: why files of the previous checkpoint were written again instead of linked: it is of another
-            store, the file system refuses links, and so on. None otherwise.
+        not_linked: why files of the previous checkpoint were written again instead of linked. For example, it is of
+            another store, or the file system refuses links. None if they were linked.
     """
 
     path: Path
@@ -174,7 +174,7 @@ class _Writer:
 
 
 class _Base:
-    """A checkpoint whose chunks can be linked: of the same store, or the one that the store was made from."""
+    """A checkpoint whose chunks can be linked. It is of the same store, or the one that the store was loaded from."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint  # open
@@ -208,7 +208,7 @@ class _Base:
 def _find_base(
     store: _native.Store, base: Path | None, directory: Path, origin: str | None
 ) -> tuple[_Base | None, str | None]:
-    """The checkpoint to link to, or why there is none to be used although one is there."""
+    """The checkpoint to link to, or the reason why the existing one cannot be used."""
     place = directory if base is None else base.absolute()
     if base is None and not (place / "manifest.json").exists():
         return None, None
@@ -229,7 +229,7 @@ def _find_base(
 
 
 def chunks_to_keep(total: NDArray[np.int64], live: NDArray[np.int64], rows: int, per_chunk: int) -> NDArray[np.bool_]:
-    """Which chunks to link, given how many rows each holds and how many of those live; the others are written anew.
+    """The chunks to link, given the rows and living rows of each. The others are rewritten.
 
     Args:
         total, live: (chunks,) rows in each, and how many of them are to be saved.
@@ -484,7 +484,7 @@ def _row_records(
 
 
 def _identity(store: _native.Store) -> dict[str, Any]:
-    """What no other store has: its random number, and the file that it is, which tells apart copies of a file."""
+    """Identity of a store: its random number, and its file, which distinguishes copies of the file."""
     about = store.describe()
     try:
         file = Path(about["path"]).stat()

@@ -1,4 +1,4 @@
-"""Columns of a store: NumPy and torch views of its blocks, and values given for several rows."""
+"""Columns of a store: NumPy and torch views of its blocks, and checks of values given for several rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Columns:
             raise self._unknown(name) from None
 
     def names(self, what: str, names: Any) -> tuple[str, ...]:
-        """Names of fields. Raises `ArgumentError` where they are no list of names, `FieldError` for an unknown one."""
+        """Names of fields. Raises `ArgumentError` if they are not a list of names, `FieldError` for an unknown name."""
         found = tuple(check_texts(what, names))
         for name in found:
             self.number(name)
@@ -114,7 +114,7 @@ def check_version(version: Any) -> int:
 
 
 def check_entry(priority: Any, version: Any) -> tuple[float | None, int]:
-    """What a row enters with: `check_priority` and `check_version`, in one call where they are as they should be."""
+    """Checks a row's initial priority and version: `check_priority` and `check_version` in one call."""
     if (
         (priority is None or (priority.__class__ is float and 0 <= priority < _INFINITY))
         and version.__class__ is int

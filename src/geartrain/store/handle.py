@@ -1,4 +1,4 @@
-"""Store handle: what any process that has a segment open can read of it, and how it leaves."""
+"""Store handle: what a process can read from an open segment, and how it closes the segment."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _SELECTABLE = (ROW_STATES.index("committed"), OPEN)
 
 
 class StoreHandle:
-    """A segment that this process has open: its name, schema, limits, figures, and keys; closing it.
+    """An open segment in this process: its name, schema, limits, figures and keys. `close` ends it.
 
     `Store` is the handle that creates, joins, writes and changes.
 
     Attributes:
         limiter: bounds the ratio of samples to inserts; off until it is set.
-        native: the native store, for the layers above.
-        columns: the fields' blocks and what copies into them, likewise.
-        writers: those that `expect_writers` has told of, likewise.
-        kept: what the layers above keep as long as the handle is open, by its type; `close()` of each is called at the
-            end of the handle's own.
+        native: the native store, for higher layers.
+        columns: the fields' blocks and the code that copies into them, for higher layers.
+        writers: the writers announced by `expect_writers`, for higher layers.
+        kept: objects of higher layers that live as long as the handle, by their type. The end of `close()` closes each
+            of them.
     """
 
     def __init__(self, native: _native.Store, name: str, trust: Trust = "user") -> None:
@@ -81,7 +81,7 @@ class StoreHandle:
 
     @property
     def read_only(self) -> bool:
-        """Whether it changes nothing: it was opened with mode="r", or is that of an imported data set."""
+        """Whether the handle is read-only: opened with mode="r", or of an imported data set."""
         return self.native.read_only
 
     def other_processes(self) -> int:

@@ -1,7 +1,8 @@
-"""Bulk insert: checks and conversions of the source arrays, and one native copy of all fields.
+"""Bulk insert: checks and converts the source arrays, then copies all fields in one native call.
 
-Arrays that are what the store holds go to `_native.Inserter`, which checks and copies them in one call. What it does
-not take comes here: tensors, other dtypes, values given for each row, and everything that is wrong.
+Arrays that already have the store's dtypes and shapes go straight to `_native.Inserter`, which checks and copies them.
+This module handles everything else: tensors, other dtypes, values given for each row, and the errors for wrong
+arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from geartrain.core.schema import of_field
 from geartrain.errors import FieldError, SchemaError
 from geartrain.store.columns import Columns, as_column
 
-#: Which conversions an insert may make, as in NumPy: none, those that lose nothing, or those within a kind of number.
+#: Conversions that an insert may make, as in NumPy: none, lossless ones, or ones within a kind of number.
 Casting = Literal["no", "safe", "same_kind"]
 CASTINGS = ("no", "safe", "same_kind")
 

@@ -1,9 +1,11 @@
-"""Journal of a store: committed rows and removals on disk within a bound, and the store made from them again.
+"""Journal of a store: writes committed rows and removals to disk within a time bound, and restores the store.
 
-One process writes: the one that has the lock of the journal's directory. Every process that has the store open has a
-thread that tries for the lock every `CHECK_S`; the kernel drops it when its holder dies, and the next one reads what
-the journal holds and goes on (docs/decisions/050-the-lock-holder-writes-the-journal.md). The bound is kept by those
-who commit: where what was committed longer ago is not on the disk, they wait (native/store/journal.cc).
+One process at a time writes the journal: the one that holds the lock of the journal's directory. Every process that has
+the store open runs a thread that tries to get the lock every `CHECK_S`. If the holder dies, the kernel drops the lock.
+The next holder reads the journal and continues it (docs/decisions/050-the-lock-holder-writes-the-journal.md).
+
+Commits enforce the bound. If earlier commits have been missing on disk for longer than the bound, new commits wait
+(native/store/journal.cc).
 """
 
 from __future__ import annotations
@@ -293,7 +295,7 @@ class Journal:
 
 
 class JournalOptions:
-    """A journal as `Store.create` was asked for it: checked, locked, and then put under a new store.
+    """The journal that `Store.create` was asked for. It is checked and locked first, then attached to the new store.
 
     Raises:
         ArgumentError, JournalError: as `Store.create`.
@@ -314,13 +316,13 @@ class JournalOptions:
         checkpoint: Checkpoint | None = None,
         progress: bool = False,
     ) -> Callable[[], Journal]:
-        """Restores what the journal holds into a new store, and journals the store from there on.
+        """Restores the journal's contents into a new store, and journals the store from there on.
 
-        With a checkpoint an empty journal begins with its rows, all of which are on the disk afterwards; one that has
-        begun with them already holds what came after, and is what is restored: also with a later checkpoint, of the
-        store that it was written for.
+        With a checkpoint, an empty journal begins with the checkpoint's rows, which are on disk when this returns. A
+        journal that has already begun with them holds later changes too, so the journal is restored instead. That also
+        holds for a later checkpoint of the store that the journal was written for.
 
-        Returns what starts this process's thread.
+        Returns a function that starts this process's thread.
         """
         if checkpoint is not None and checkpoint.id is None:
             raise JournalError(
@@ -399,7 +401,7 @@ class JournalOptions:
 
     @contextlib.contextmanager
     def _naming_the_disk(self) -> Iterator[None]:
-        """Turns the kernel's bare errors into those of a store."""
+        """Turns the kernel's errors into errors that name the store's disk."""
         try:
             yield
         except OSError as error:
@@ -408,7 +410,7 @@ class JournalOptions:
 
 
 def join(native: _native.Store, fields: dict[str, Field], max_length: int) -> Journal | None:
-    """This process's part of the journal of a store that was joined; None where it has none.
+    """Joins the journal of a store that was opened; None if the store has none.
 
     A directory of another user's is not written to: its store's commits wait for that user's processes.
     """

@@ -1,8 +1,8 @@
-"""Directory of a journal: its manifest, segment files and lock, and what a reader finds in them.
+"""Directory of a journal: its manifest, segment files and lock, and the contents that a reader finds in them.
 
-Whoever writes a journal, or restores from it, has the lock of `journal.lock`, which the kernel drops when the process
-dies. `contents` reads what all frames together say. A frame at the end of the last segment that is not whole was being
-written at a power cut: it is cut off before anything is appended.
+A process must hold the lock of `journal.lock` to write a journal or to restore from it. The kernel drops the lock when
+the process dies. `contents` combines all frames into one result. A power cut can leave an incomplete frame at the end
+of the last segment. The next writer cuts it off before it appends anything.
 """
 
 from __future__ import annotations
@@ -118,18 +118,18 @@ class Segment:
 
 @dataclass
 class JournalContents:
-    """What a journal's frames say together.
+    """Contents of a journal: the combined result of all its frames.
 
     Attributes:
-        records: (capacity,) ROW_RECORD: of each row the newest, `generation` 0 where it has none now.
-        highest: (capacity,) uint32, the highest generation that was recorded of each row.
+        records: (capacity,) the newest ROW_RECORD of each row; `generation` is 0 if the row is free.
+        highest: (capacity,) uint32, the highest recorded generation of each row.
         segment_of: (capacity,) int64, the segment that holds each row.
         segments: the segment files, oldest first.
-        next_number, next_sequence: of the next frame, and of the store's next row.
-        store, store_path: the store that was journaled last, and its segment; None for an empty journal.
-        origin: the checkpoint that its first store was loaded from, once all of that is here.
-        max_priority: the largest that was given in the store, fixed point; 0 for none.
-        cut_bytes: bytes of frames that were not whole, at the end.
+        next_number, next_sequence: number of the next frame, and sequence of the store's next row.
+        store, store_path: the last journaled store, and its segment; None for an empty journal.
+        origin: the checkpoint that the first store was loaded from, once the journal has all of it.
+        max_priority: the largest priority ever given in the store, fixed point; 0 for none.
+        cut_bytes: bytes of incomplete frames at the end.
     """
 
     records: NDArray[Any]
@@ -196,7 +196,7 @@ class JournalDirectory:
                 os.close(fd)
 
     def note_later(self, checkpoint: str) -> None:
-        """Keeps a checkpoint among those whose rows are here; the lock is held. Raises `OSError`."""
+        """Notes a checkpoint as one whose rows the journal has. The caller holds the lock. Raises `OSError`."""
         self.later.append(checkpoint)
         unfinished = self.path / f".{MANIFEST}"
         write_json(unfinished, {**self._manifest, "later": self.later})
@@ -268,7 +268,7 @@ class JournalDirectory:
         on_steps: Callable[[NDArray[Any], NDArray[Any], NDArray[np.uint32]], None] | None = None,
         repair: bool = False,
     ) -> JournalContents:
-        """What all frames say, each of which was checked.
+        """The combined result of all frames, each of which is checked.
 
         Args:
             verify: compare the checksums of rows' blocks in all segments, and not in the last alone.

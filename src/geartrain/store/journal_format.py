@@ -1,31 +1,34 @@
-"""Journal format: frames of rows, removals and priorities in segment files, each with its checksums.
+"""Journal format: frames of rows, removals and priorities in segment files, each with checksums.
 
-Version 1, 2 for a store with priorities of steps, or 3 for one with new_priority="max". A directory with
+Stores without step priorities use version 1, stores with step priorities version 2. Stores with new_priority="max" use
+version 3. A journal is a directory with these files:
 
     journal.json          schema, limits, and the journal's id; written once, with its checksum
     segment-00000001.bin  frames, one after the other, each at a multiple of 64 bytes; a new file about every 64 MB
-    journal.lock          whose lock the process has that writes here (store/journal.py)
+    journal.lock          locked by the process that writes here (store/journal.py)
 
-A frame is a header of 64 bytes (HEADER), a table and, for rows, their blocks:
+A frame is a header of 64 bytes (HEADER), then a table. A frame of rows continues with their blocks.
 
-    begin       the first of each segment file. Table: JSON with the journal's id, the segment's number, and the store;
-                with the id of the checkpoint that it was loaded from once all of that is in the journal ("origin")
-    rows        table: a ROW_RECORD (checkpoint_format.py) for each; then for each field in the order of the schema the
-                blocks of the frame's rows, unpadded, of the header's `steps` where the field has time
-    gone        table: GONE_RECORD of rows that are no longer in the store
-    priorities  table: PRIORITY_RECORD of rows whose priority or count of samples is another by now
-    steps       with priorities of steps. Table: STEPS_RECORD of rows whose steps have other priorities by now; then
-                those, u32 fixed point, of each row's `length` steps, one row after the other
-    largest     version 3. Table: one LARGEST_RECORD, the largest priority that was given. It comes before a frame with
-                a priority so large. A begin frame has it as well ("max_priority")
+    begin       the first of each segment file. Table: JSON with the journal's id, the segment's number, and the store.
+                "origin" is the id of the checkpoint that the store was loaded from, once the journal has all of it
+    rows        table: a ROW_RECORD (checkpoint_format.py) for each row. Then the rows' blocks, unpadded, for each field
+                in the order of the schema. Fields with time have the header's `steps` steps
+    gone        table: a GONE_RECORD for each row that is no longer in the store
+    priorities  table: a PRIORITY_RECORD for each row whose priority or count of samples has changed
+    steps       with step priorities. Table: a STEPS_RECORD for each row whose steps have new priorities. Then the
+                priorities, u32 fixed point, of each row's `length` steps, one row after the other
+    largest     version 3. Table: one LARGEST_RECORD, the largest priority ever given. It precedes any frame with a
+                priority that large. A begin frame has it as well ("max_priority")
 
-Where steps have priorities, those follow the fields of a frame's rows, u32 of the header's `steps` for each row.
+With step priorities, a frame of rows ends with them: u32 for each of the header's `steps`, row after row.
 
-The last frame about a row is what holds. Frames are numbered without a gap. `synced` is the number of the first frame
-that was not on the disk when this one was written: a frame that cannot be read ends the journal, as a power cut leaves
-it, unless a later one says that it was on the disk already. Then it is damage, and an error.
+The last frame about a row holds. Frames are numbered without a gap.
 
-Segments are removed from the oldest on, so a removal never goes before the row that it is about.
+A frame's `synced` is the number of the first frame that was not yet on disk when this frame was written. It separates
+power cuts from damage. An unreadable frame normally ends the journal, as after a power cut. If a later frame says that
+the unreadable frame had reached the disk, the journal is damaged, and reading raises an error.
+
+Segments are removed from the oldest on, so a row's removal never disappears before the row itself.
 """
 
 from __future__ import annotations
@@ -93,9 +96,9 @@ class Frame:
 
     Attributes:
         kind, count, steps, number, synced, next_sequence: as in HEADER.
-        offset, nbytes: where in its file it is, padding included.
+        offset, nbytes: its place in the file, and its size with padding.
         table: the bytes of its table.
-        blocks: those of its rows, or the priorities of their steps; None where they were not read.
+        blocks: the blocks of its rows, or the priorities of their steps; None if they were not read.
     """
 
     kind: int
@@ -186,7 +189,7 @@ def frames(fd: int, *, blocks: bool, verify: bool, first: int | None) -> Iterato
 
 
 def synced_later(fd: int, offset: int) -> int:
-    """The largest `synced` of all whole headers from an offset on; 0 where there is none."""
+    """The largest `synced` of all intact headers from an offset on; 0 if there are none."""
     size, most = os.fstat(fd).st_size, 0
     words = np.zeros(0, "<u8")
     piece = 16 << 20
@@ -201,7 +204,7 @@ def synced_later(fd: int, offset: int) -> int:
 
 
 def begin_of(frame: Frame, path: Path) -> dict[str, Any]:
-    """What a segment's first frame says. Raises `JournalError` where it is none."""
+    """Contents of a segment's begin frame. Raises `JournalError` if the frame is not one."""
     try:
         content = parse_json(frame.table) if frame.kind == BEGIN else None
         if not isinstance(content, dict):

@@ -1,13 +1,13 @@
-"""Journal writer: passes that append what a store has committed and removed since the last one, and compaction.
+"""Journal writer: appends what the store committed and removed since the last pass, and compacts segments.
 
-A pass compares the store with what the journal holds, so nothing is noted when rows are committed: new rows are the end
-of the store's order of commits, removed ones those whose generation is another by now. It writes removals, then rows in
-the order of their commits, then flushes; only then does it count. A pass that fails is taken back, file and all, and
-the next one begins where it began.
+A pass compares the store with what the journal holds, so commits need not note anything. New rows are the end of the
+store's order of commits. Removed rows are those whose generation has changed. A pass writes removals, then rows in the
+order of their commits. It counts only after a flush. A pass that fails is undone, in the file too, and the next pass
+starts at the same point.
 
-Compaction: segments are removed from the oldest on, once none of their rows is the newest record of a living row. When
-the files take more than twice the bytes of living rows and two segments more, or are many, the oldest segment's living
-rows are appended again, as they are in the store, and it goes with the next pass.
+Compaction removes the oldest segments. A segment can go once it holds no living row's newest record. If the files
+exceed twice the bytes of living rows plus two segments, or are many, the writer appends the oldest segment's living
+rows again. The next pass then removes that segment.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _step_weights(max_length: int) -> NDArray[np.uint64]:
 
 
 class JournalWriter:
-    """Writes one store's journal. One thread; the journal's lock is held, and dropped by `close`."""
+    """Writes one store's journal. It holds the journal's lock until `close`. Use it from one thread."""
 
     def __init__(
         self,
@@ -124,10 +124,10 @@ class JournalWriter:
     # --- passes ---------------------------------------------------------------------------------------------
 
     def run_pass(self, ticket: int, *, priorities: bool = False) -> bool:
-        """Appends and flushes what is new, then says that what was asked for up to `ticket` is on the disk.
+        """Appends and flushes all changes, then reports requests up to `ticket` as being on disk.
 
-        `priorities`: those that were changed since they were written as well. False, and nothing is said, where rows
-        were being rewritten whenever they were looked at: the next pass begins with them.
+        With `priorities`, changed priorities are written as well. Returns False, and reports nothing, if rows were
+        being rewritten at every attempt to read them. The next pass begins with these rows.
 
         Raises:
             OSError: the disk's; nothing of the pass counts.
@@ -164,7 +164,7 @@ class JournalWriter:
         self._directory.unlock()
 
     def _append_news(self, priorities: bool) -> int:
-        """Appends what is new; returns how many new rows could not be copied, and have to be looked at again."""
+        """Appends changes. Returns the number of new rows that could not be copied and must be tried again."""
         left = 0
         state = self._native.journal_state()
         # None: the store is being loaded, and gets its journal once all of the checkpoint is in it.
@@ -377,7 +377,7 @@ class JournalWriter:
         self._number += 1
 
     def _begin_segment(self) -> None:
-        """Makes the next file. Where it fails, the last one goes on. All frames are on the disk."""
+        """Begins the next segment file. If that fails, the last one is continued. All frames are on disk."""
         number = self._segments[-1].number + 1 if self._segments else 1
         path = self._directory.segment_path(number)
         before = (self._fd, self._end, self._number)
@@ -461,7 +461,7 @@ class JournalWriter:
         self._broken = True
 
     def _mend(self) -> None:
-        """Cuts off what a failed pass has left. Raises `OSError`."""
+        """Cuts off the rest of a failed pass. Raises `OSError`."""
         if not self._broken:
             return
         self._disk.truncate(self._fd, self._synced_end)
@@ -471,7 +471,7 @@ class JournalWriter:
     # --- compaction -----------------------------------------------------------------------------------------
 
     def _compact(self) -> None:
-        """After a pass that is on the disk: removes what holds nothing any more, and makes more of it."""
+        """Compacts after a flushed pass: removes segments without living rows, and frees more segments."""
         self._remove_dead()
         for _ in range(_COMPACTED_A_PASS):
             if not self._too_large():

@@ -1,4 +1,4 @@
-"""Stores with a journal on disk: the handle's part of it, from its beginning to the handle's end."""
+"""Stores with a journal on disk: starts the journal when a handle opens, and ends it when the handle closes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class JournaledStore(WritableStore):
-    """A handle whose store may have a journal. `Store` is the one that users have: it adds the segment."""
+    """A handle whose store may have a journal. Users have its subclass `Store`."""
 
     _journal: Journal | None = None
 
@@ -44,7 +44,7 @@ class JournaledStore(WritableStore):
             raise WaitTimeoutError(f"the journal {self._journal.path} is not on its disk after {timeout_s} s: {why}")
 
     def close(self, *, keep: bool = False) -> None:
-        """Closes the handle, after the journal has written what was committed.
+        """Closes the handle, after the journal has written all commits.
 
         Rows that are being written through this handle are abandoned. `close` waits for calls of other threads. Calls
         that wait for the rate limiter or for another process end with `StoreClosedError`. The last process to close a
@@ -87,14 +87,14 @@ def journal_asked_for(path: str | os.PathLike[str] | None, sync_s: float, full: 
 def begin_journal(
     store: JournaledStore, asked_for: JournalOptions, checkpoint: Checkpoint | None = None, progress: bool = False
 ) -> None:
-    """Restores what the journal holds into a new store and journals it from there on; see `JournalOptions.attach`."""
+    """Restores the journal's contents into a new store and journals it from there on; see `JournalOptions.attach`."""
     starts = asked_for.attach(store.native, store.fields, store.max_length, store.options, checkpoint, progress)
     store._journal = starts()
     _end_with(store, store._journal)
 
 
 def join_journal(store: JournaledStore) -> None:
-    """This process's part of the journal of a store that was joined, where it has one."""
+    """Joins the journal of an opened store, if it has one."""
     if store.native.journal_state() is None:
         return
     from geartrain.store.journal import join

@@ -1,4 +1,4 @@
-"""Priorities by key: of rows, or of steps where a store keeps those."""
+"""Sets priorities by key: priorities of rows, or of steps if the store keeps those."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def check_keys_of(keys: Keys, *, per_step: bool, whose: str) -> None:
 
 
 def apply_updates(store: StoreHandle, keys: Keys, priorities: NDArray[np.float64]) -> int:
-    """The same of rows or steps of batches: in the order of their draws, so that of one that was drawn twice the later
-    draw's priority holds. A key of a row or step that the store cannot have counts as stale.
+    """Sets priorities of rows or steps of batches, in the order of their draws.
+
+    If a row or step was drawn twice, the later draw's priority holds. A key that cannot be in the store counts as
+    stale.
     """
     if store.per_step != (keys.step is not None):
         check_keys_of(keys, per_step=store.per_step, whose=f"the store {store.name!r}")

@@ -3,8 +3,8 @@
     store = gt.Store.create("episodes", fields, capacity=100_000)
     store.limiter.set(samples_per_insert=8, min_size_to_sample=1_000, error_buffer=2_000)
 
-From then on commits wait while the learners are behind, and every `Replay` of the store waits while the actors are. The
-terms are Reverb's. native/segment/rate_limiter.h has the formula.
+Afterwards commits wait while the learners are behind, and every `Replay` of the store waits while the actors are
+behind. The settings have Reverb's names. native/segment/rate_limiter.h has the formula.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LimiterState:
 
     @property
     def lead(self) -> float:
-        """How many more rows may be drawn for those inserted than in the middle of what is allowed."""
+        """Distance in samples from the middle of the allowed range; positive if learners are behind the inserts."""
         return self.samples_per_insert * (self.inserts - self.min_size_to_sample) - self.samples
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Step recorder: the steps of n environments, written into growing rows by one native call a step.
+"""Step recorder: records the steps of n environments into growing rows, with one native call a step.
 
     recorder = store.recorder(envs.num_envs, autoreset=envs.metadata["autoreset_mode"])
     observation, _ = envs.reset(seed=0)
@@ -11,20 +11,19 @@
             final_observation=info.get("final_obs"),
         )
 
-A row holds one episode, or a piece of it. Step t of it has the observation that was acted on, the action, the reward
-that the action brought, and whether it ended the episode (`terminated`). The step after the last action has the
-observation that it led to and nothing else; it is marked `last`. So a row of n actions has n + 1 steps, an observation
-is stored once however many windows, frame stacks and n-step targets use it, and no window crosses episodes.
+A row holds one episode, or a piece of it. Step t has the observation, the action chosen there, its reward, and whether
+it ended the episode (`terminated`). After the last action comes one more step, marked `last`, which has only the final
+observation. So a row of n actions has n + 1 steps. An observation is stored once, however many windows, frame stacks
+and n-step targets use it. No window crosses episodes.
 
-An episode that is longer than a row continues in the next one, which repeats the last `overlap` steps. So frame stacks
-and n-step sums across the boundary are not lost. Each row notes how many steps it shares with its neighbours, and each
-step is drawn from one of its copies: the one that has what the view needs around it. `overlap` of frame_stack - 1 +
-n_step - 1 is enough for `geartrain.Transitions`, length - 1 for `geartrain.Windows`.
+An episode that is longer than a row continues in the next row, which repeats the last `overlap` steps. So frame stacks
+and n-step sums across the boundary are complete. Each row notes how many steps it shares with its neighbours. Each step
+is drawn from only one of its copies: the one with the context that the view needs. `geartrain.Transitions` needs an
+`overlap` of frame_stack - 1 + n_step - 1, `geartrain.Windows` one of length - 1.
 
-With `share_rows=True` an episode that ends before its row does is followed by the environment's next one in that row,
-so that short episodes take no more memory than long ones. The steps marked `last` tell them apart. Of such a store
-steps are drawn, for `geartrain.Transitions`, for windows, which stay within their episodes, or for the whole episodes
-that they are of; draws of rows are refused.
+With `share_rows=True`, a row can hold several short episodes of one environment, so they take no more memory than long
+ones. The steps marked `last` separate them. Such a store samples steps, not rows. The steps can give
+`geartrain.Transitions`, windows within one episode, or whole episodes. Draws of rows are refused.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 Autoreset = Literal["next_step", "same_step", "disabled"]
 AUTORESETS = ("next_step", "same_step", "disabled")
 
-#: Fields that a recorder fills by itself and needs; and those that it fills where the store has them.
+#: Fields that a recorder fills and requires, and fields that it fills if the store has them.
 REQUIRED_FIELDS = {"terminated": "bool", "last": "bool"}
 OPTIONAL_FIELDS = {"truncated": "bool", "step_version": "int64", "episode_return": "float32"}
 #: What `StepRecorder.step` calls its own arguments; a field of such a name could not be given.
@@ -375,7 +374,7 @@ class StepRecorder:
     def differing(self, values: dict[str, Any]) -> NDArray[np.bool_] | None:
         """Finds the environments whose newest step has other values than these, or that have no step.
 
-        The bytes are compared with those in the rows, so you need not keep a copy of what you recorded last.
+        The bytes are compared with the rows, so you need not keep a copy of the last recorded step.
 
         Args:
             values: fields that are not observations, (n_envs, ...), as in `step`.

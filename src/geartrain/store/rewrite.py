@@ -1,4 +1,4 @@
-"""Writing in place: the checks of new contents for rows that are there already."""
+"""Rewriting in place: checks new contents for rows that are already in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that are being written: views of their blocks, commit and abandon."""
+"""Rows being written: views of their blocks, commit and abandon."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Uncommitted(ABC):
 
     @abstractmethod
     def _commit(self) -> None:
-        """Makes what was written selectable; the keys are made when they are asked for."""
+        """Makes the written rows selectable. Keys are made on first access."""
 
     @abstractmethod
     def _release(self, native: _native.Store) -> None:

@@ -1,4 +1,4 @@
-"""Segments of stores: creation with checked limits, replacement of a dead run's, comparison of schemas."""
+"""Segments of stores: creation with checked limits, replacement of a dead run's segment, comparison of schemas."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def create_segment(
     trust: Trust,
     timeout_s: float,
 ) -> _native.Store:
-    """Checks what was asked for and creates the segment; see `Store.create`."""
+    """Checks the options and creates the segment; see `Store.create`."""
     fields = check_fields(fields)
     max_length = check_max_length(fields, max_length)
     number = remover_number(remover, fields)
@@ -217,7 +217,7 @@ def schema_of_segment(native: _native.Store) -> tuple[dict[str, Field], int]:
 
 
 def attach(name: str, *, adopt: bool, timeout_s: float, trust: Trust) -> _native.Store:
-    """Joins a segment; see `Store.open`. Where there is none, the error lists the stores there are."""
+    """Joins a segment; see `Store.open`. If it is missing, the error lists the existing stores."""
     try:
         return _native.Store.attach(name, adopt, False, timeout_s, trust)
     except StoreMissingError as error:

@@ -1,4 +1,4 @@
-"""Arguments of a recorder's step that need more than the native call does: tensors, numbers, dicts, other dtypes."""
+"""Slow path of a recorder's step: converts tensors, numbers, dicts and other dtypes for the native call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StepArguments:
     """Converts what is given to a recorder of `n_envs` environments.
 
     Args:
-        fields: of the store. observations, values: names of those that are given by `observation` and by name.
+        fields: fields of the store. observations, values: names of the fields given by `observation`, and by name.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class StepArguments:
         self._fields, self._n_envs, self._observations, self._values = fields, n_envs, observations, values
 
     def convert(self, name: str, given: dict[str, Any]) -> None:
-        """Replaces what is given under a name by what the native call takes.
+        """Replaces the value of a name by one that the native call accepts.
 
         Raises:
             FieldError, SchemaError, ArgumentError: it cannot be converted; says why.
@@ -62,7 +62,7 @@ class StepArguments:
         return np.ascontiguousarray(array)
 
     def _array(self, name: str, value: Any) -> Any:
-        """A field's values as the native call takes them. Raises `SchemaError` where they do not fit."""
+        """A field's values in the form that the native call accepts. Raises `SchemaError` if they do not fit."""
         field = self._fields[name]
         if hasattr(value, "detach"):
             value = _fetched(name, value)
@@ -153,7 +153,7 @@ class StepArguments:
 
 
 def _fetched(name: str, tensor: Any) -> Any:
-    """A tensor in host memory. Raises `SchemaError` where it has no values, as on the meta device."""
+    """A tensor in host memory. Raises `SchemaError` if it has no values, as on the meta device."""
     try:
         return plain_tensor(tensor).cpu()
     except (RuntimeError, NotImplementedError) as error:

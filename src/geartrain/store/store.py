@@ -1,7 +1,8 @@
-"""Store: a table of trajectories in shared memory; allocate, write in place, commit; any process attaches by name.
+"""Store: a table of trajectories in shared memory. A process allocates rows, writes them in place and commits them.
 
-Memory layout, locking and crash recovery are native (native/segment/segment.h, native/store/store.h). This module adds
-fields by name, NumPy and torch views, context managers and named errors.
+Any process of the host opens a store by its name. Memory layout, locking and crash recovery are native
+(native/segment/segment.h, native/store/store.h). This module adds fields by name, NumPy and torch views, context
+managers and named errors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of a store, written and changed: allocate, insert, record steps, set priorities, rewrite, delete, evict."""
+"""Writing to a store: allocate, insert, record steps, set priorities, rewrite, delete and evict rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CASTINGS = frozenset(CASTINGS)
 
 
 class WritableStore(StoreHandle):
-    """A handle that also writes, changes and removes rows. `Store` is the one that users have: it adds the segment."""
+    """A handle that also writes, changes and removes rows. Users have its subclass `Store`."""
 
     # --- writing --------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Expected writers of a store: those that are starting, and have not opened it yet."""
+"""Expected writers of a store: writers that are starting and have not opened the store yet."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class ExpectedWriters:
     """Writers that the replays of a store handle wait for; made by `Writers.expect`. Any thread may call it.
 
     Attributes:
-        trouble: what has gone wrong with them, for the errors of waits. Empty while all is well.
-        failure: the error that they have given up with; None while rows may come.
+        trouble: a description of the writers' problem, for error messages of waits. Empty while there is none.
+        failure: the error after which no more rows come; None while rows may come.
     """
 
     def __init__(self, among: list[ExpectedWriters]) -> None:
@@ -40,7 +40,7 @@ class ExpectedWriters:
 
 
 class Writers:
-    """The writers that one handle of a store expects, beside the processes that have the store open."""
+    """The writers that one store handle expects, in addition to the processes that have the store open."""
 
     def __init__(self) -> None:
         self._all: list[ExpectedWriters] = []
@@ -61,7 +61,7 @@ class Writers:
 
     @property
     def trouble(self) -> str:
-        """What has gone wrong with them, to be appended to an error's text; empty where nothing has."""
+        """The writers' problem, to append to an error's text; empty if there is none."""
         return "".join(f"; {each.trouble}" for each in self._all.copy() if each.trouble)
 
 

@@ -1,4 +1,4 @@
-"""Cross-memory attach: whether one process of this user may read another's memory here (process_vm_readv)."""
+"""Cross-memory attach: finds out whether a process may read another's memory here (process_vm_readv)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(got, ctypes.get_errno() if got < 0 else 0, into.raw.hex())
 
 
 def why_not() -> str | None:
-    """Why processes of this user cannot read each other's memory, None where they can; found by trying, in a child.
+    """Why processes of this user cannot read each other's memory; None if they can. Tries it in a child process.
 
     Costs a process, about 0.1 s.
     """
@@ -61,7 +61,7 @@ def why_not() -> str | None:
 
 
 def _cause(number: int) -> str:
-    """What probably denies it, and what to do: the kernel gives an errno alone."""
+    """The probable cause of a refusal, and the remedy. The kernel itself only gives an errno."""
     scope = _yama_scope()
     if number == errno.ENOSYS:
         return "; this kernel, or a container's seccomp profile, does not have the call"

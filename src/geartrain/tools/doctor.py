@@ -1,4 +1,4 @@
-"""Capability report of this machine: each feature ok, missing or broken, with the remedy and the details."""
+"""Capability report of this machine: whether each feature is ok, missing or broken, with details and the remedy."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class Finding:
 
     Attributes:
         what: its name.
-        state: "ok"; "missing": this machine does not have it, and nothing else needs it; "broken": it is there, or set,
-            and does not work.
-        because: details: what was found, and why.
-        remedy: what to install or change, in a few words; "" where it is ok.
+        state: "ok"; "missing": this machine does not have it, and nothing else needs it; "broken": it exists or is set,
+            but does not work.
+        because: details: the finding and its cause.
+        remedy: what to install or change, in a few words; "" if the state is "ok".
     """
 
     what: str

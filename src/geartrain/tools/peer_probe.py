@@ -1,4 +1,4 @@
-"""Connectivity probe of a peer: transport, latency and throughput, for `geartrain doctor --peer`."""
+"""Connectivity probe of a peer for `geartrain doctor --peer`: transport, latency and throughput."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plots into files: matplotlib without a display."""
+"""Writes plots to files, with matplotlib and without a display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environment families: adapters for simulators, each in one file with one optional package, imported on use.
+"""Environment families: one adapter file for each simulator, whose optional package is imported on use.
 
     environments = make("mujoco/Hopper-v5", n=8)
     store = gt.Store.create("hopper", recorded_fields(environments.fields()), max_length=1000, capacity=1000)
@@ -75,7 +75,7 @@ def need(family: str) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppresses what packages print when they are imported."""
+    """Suppresses output of packages during their import."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 

@@ -1,7 +1,8 @@
 """Vectorised environment interface, and its adapters for Gymnasium and PettingZoo.
 
-Gymnasium has three autoreset modes, PettingZoo has agents that come and go. The interface hides both: a step returns
-the observation that the action led to, also at the end of an episode, and the one to act on next.
+The interface hides two differences: Gymnasium's three autoreset modes, and PettingZoo's agents that join and leave. A
+step always returns two observations. The first is the one that the action led to, even at the end of an episode. The
+second is the one to act on next.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class VectorEnv(Protocol):
         ...
 
     def step(self, actions: Arrays) -> StepResult:
-        """Takes one step of every environment. Those whose episode ends are reset.
+        """Steps every environment once. Environments whose episode ends are reset.
 
         Args:
             actions: by field, (n, ...).
@@ -200,8 +201,8 @@ class GymnasiumVectorEnv:
 class PettingZooVectorEnv:
     """PettingZoo's parallel environments: the agents become an axis, in the order of `possible_agents`.
 
-    All agents must have the same spaces. An agent that has left observes zeros, its action is ignored, and `alive`
-    says so; the episode ends when all have left, terminated when any of them was.
+    All agents must have the same spaces. An agent that has left observes zeros, its action is ignored, and `alive` is
+    False for it. The episode ends when all agents have left. It counts as terminated if any agent was terminated.
     """
 
     def __init__(self, made: Sequence[Any]) -> None:

@@ -1,9 +1,14 @@
-"""Atari 2600 games by the Arcade Learning Environment, whose wheels hold the ROMs: pong, breakout and 106 more.
+"""Atari 2600 games by the Arcade Learning Environment, whose wheels include the ROMs: pong, breakout and 106 more.
 
-One frame is observed at a time, grey and small, so that a store keeps it once; a frame stack is made of
-consecutive steps. Four frames of the console pass with each action, the larger of the last two
-is seen in every place, because sprites flicker, and rewards are cut to their sign, as is usual. Episodes begin with up
-to 30 actions of doing nothing, and with the fire button where a game has one.
+An observation is one small grey frame, so a store keeps each frame once. Frame stacks are built from consecutive steps
+when batches are drawn.
+
+The preprocessing is the usual one:
+
+- Each action lasts four frames of the console.
+- Each pixel is the maximum over the last two frames, because sprites flicker.
+- Rewards are clipped to their sign.
+- Episodes begin with up to 30 no-op actions, and with the fire button if the game has one.
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ class AtariEnvironments:
     """Observes `frame`, (n, height, width) uint8, and `age`, (n,) int32: actions since the episode began.
 
     Attributes:
-        actions: how many there are, a discrete choice; those of the joystick that mean something in the game.
+        actions: number of discrete actions: the joystick's actions that have an effect in the game.
     """
 
     def __init__(self, task: str, n: int, shrink: tuple[int, int], sign_rewards: bool, sticky: float) -> None:

@@ -1,7 +1,7 @@
 """Gymnasium's MuJoCo tasks: Hopper-v5, HalfCheetah-v5, Walker2d-v5, InvertedPendulum-v5 and the others.
 
-Observations and actions are vectors (float64 and float32); rewards are for one agent. Episodes are cut off after 1,000
-steps.
+Observations are float64 vectors and actions float32 vectors. There is one agent with one reward. Episodes are truncated
+after 1,000 steps.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""SMAX: battles like those of the StarCraft multi-agent challenge, as JaxMARL plays them, all n in one compiled step.
+"""SMAX: JaxMARL's battles after the StarCraft multi-agent challenge, with all n battles in one compiled step.
 
 Tasks are the maps: 3m, 8m, 2s3z, 3s5z, 5m_vs_6m, 3s_vs_5z, 25m, smacv2_5_units and JaxMARL's others. A team of agents
-fights one that is played by a heuristic. Every agent observes what it sees ("agents"), which of its actions are
-possible ("available"), and for critics there is the global state ("state"). The team has one reward: the damage
-it does, 1 for all of it, and 1 more for the victory.
+fights a team that a heuristic plays.
 
-A map takes 10 s or more to compile; with JAX_COMPILATION_CACHE_DIR set JAX keeps the result for the next process.
+Observations have three parts. "agents" is each agent's own view, and "available" are its possible actions. "state" is
+the global state for critics. The team shares one reward: the damage it does, 1 in total, and 1 more for the victory.
+
+Compiling a map takes 10 s or more. With JAX_COMPILATION_CACHE_DIR set, JAX keeps the result for the next process.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ def make(task: str, n: int = 1, **options: Any) -> Smax:
 
 
 class Smax:
-    """n battles. It keeps no state of its own between `reset` and `reset`, so a seed repeats every episode.
+    """n battles. `reset` clears all state, so a seed repeats every episode.
 
     Attributes:
         n: battles.
-        agents: in the team.
-        actions: each agent can choose from: north, east, south, west, stop, and one attack for each enemy.
-        won: (n,) which battles the last step won.
+        agents: number of agents in the team.
+        actions: number of actions of an agent: north, east, south, west, stop, and one attack for each enemy.
+        won: (n,) True for the battles that the last step won.
     """
 
     def __init__(self, task: str, n: int, **options: Any) -> None:
@@ -119,7 +120,7 @@ def _first(game: Any, key: Any) -> tuple[dict[str, Any], Any]:
 
 
 def _after(game: Any, key: Any, state: Any, actions: Any) -> tuple[Any, ...]:
-    """What one step of one battle leads to; fought out is a battle in which one side is left, or none."""
+    """One step of one battle. A battle is over when at most one side is left."""
     given = {agent: actions[at] for at, agent in enumerate(game.agents)}
     observation, after, rewards, dones, _ = game.step_env(key, state, given)
     living = after.state.unit_alive

@@ -1,8 +1,8 @@
-"""VMAS: cooperative tasks of several bodies in a plane, all n in one set of torch tensors.
+"""VMAS: cooperative tasks of several bodies in a plane, with all n worlds in one set of torch tensors.
 
-Tasks are VMAS's scenarios: balance, navigation, transport, wheel, simple_spread and the others in which all agents
-observe and do vectors of the same sizes. Observations are (n, agents, size) and actions (n, agents, size) within -1 and
-1, float32; every agent has a reward of its own.
+Tasks are VMAS's scenarios: balance, navigation, transport, wheel, simple_spread and others. All agents of a scenario
+must have observations of the same size and actions of the same size. Observations are float32 (n, agents, size).
+Actions are float32 (n, agents, size) within -1 and 1. Every agent has its own reward.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def make(task: str, n: int = 1, *, max_steps: int = 200, **options: Any) -> Vmas
 
 
 class Vmas:
-    """n worlds. Where an episode ends, that world is reset.
+    """n worlds. A world is reset when its episode ends.
 
     Attributes:
         n: worlds.
-        agents: in each.
-        actions: numbers of an agent's action.
+        agents: number of agents in each world.
+        actions: size of an agent's action.
     """
 
     def __init__(self, task: str, n: int, *, max_steps: int, **options: Any) -> None:

@@ -1,1 +1,1 @@
-"""Dataset readers, one file a format."""
+"""Dataset importers and exporters, one file for each format."""

@@ -1,14 +1,17 @@
 """Importer of NumPy arrays: a dict, an `.npz` file or a folder of `.npy` files.
 
-Two layouts. *Padded*: every array starts with the episode, (n, t, ...), and `lengths` says how many of
-the t steps are real; an array of shape (n,) is a value that each episode has once. *Flat*: every array
-starts with the step, (N, ...), and `ends` says where episodes end: either positions one past each last
-step, or N booleans that are True on each last step. Names are kept as they are; nested dicts are
-flattened with dots.
+There are two layouts:
 
-A folder of `.npy` files is read through memory maps, a slice at a time. An `.npz` file is an archive
-that cannot be mapped: its arrays are read whole. In both, `lengths` or `ends` may be one of the files,
-and `untimed`, the names of those that have one value an episode, which are (n, ...) in either layout.
+- *Padded*: arrays are (n, t, ...) with one entry for each episode. `lengths` gives the number of real steps of each. An
+  array of shape (n,) has one value for each episode.
+- *Flat*: arrays are (N, ...) with one entry for each step. `ends` marks where episodes end: positions one past each
+  last step, or N booleans that are True on each last step.
+
+Names are kept. Nested dicts are flattened with dots.
+
+A folder of `.npy` files is memory-mapped and read a slice at a time. An `.npz` archive cannot be mapped, so its arrays
+are read whole. `lengths` or `ends` may be one of the files. So may `untimed`: the names of the arrays with one value
+for each episode, which are (n, ...) in either layout.
 """
 
 from __future__ import annotations
@@ -47,11 +50,11 @@ class ArraySource(Source):
 
     Args:
         arrays: name -> array, possibly nested, or the path of an `.npz` file or a folder of `.npy`.
-        lengths: steps of each episode, for padded arrays; the whole second axis by default. Or the name of the array
-            that they are.
-        ends: where the episodes of flat arrays end; or the name of the array that says so, such as "terminals".
-        untimed: fields that have no time axis: in the padded layout those of more than one axis, in the flat one all
-            that have a value an episode.
+        lengths: steps of each episode, for padded arrays, or the name of the array with them. By default every episode
+            fills the whole second axis.
+        ends: ends of the episodes, for flat arrays, or the name of the array with them, such as "terminals".
+        untimed: fields without a time axis. Padded layout: name those with more than one axis. Flat layout: name all
+            fields with one value for each episode.
 
     Raises:
         SourceError: arrays that disagree about the number of episodes or steps.

@@ -1,4 +1,4 @@
-"""Conversion of Arrow columns to NumPy arrays of steps, for Minari, LeRobot and Parquet, and back."""
+"""Converts Arrow columns to NumPy arrays of steps and back, for Minari, LeRobot and Parquet."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Importer of D4RL-layout HDF5: flat arrays of steps, split into episodes by their flags.
+"""Importer of HDF5 files in D4RL's layout: flat arrays of steps, split into episodes by their flags.
 
     observations (N, ...)   actions (N, ...)   rewards (N,)   terminals (N,)   [timeouts (N,)]
     [next_observations (N, ...)]   [infos/... (N, ...)]   [metadata/...]
 
-A step whose `terminals` or `timeouts` flag is set is the *last* step of its episode, so the cut comes
-after it. Files without `timeouts` are cut at terminals alone; where such a file was recorded with a
-step limit, `episode_steps` cuts there too. Steps after the last flag are an episode that was not
-finished: kept unless `keep_unfinished=False`.
+A step whose `terminals` or `timeouts` flag is set is the *last* step of its episode. Files without `timeouts` are split
+at terminals alone. If such a file was recorded with a step limit, pass it as `episode_steps` to split there too. Steps
+after the last flag are an unfinished episode, which is kept unless `keep_unfinished=False`.
 
 | stored | found |
 |---|---|

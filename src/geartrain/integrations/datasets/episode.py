@@ -1,13 +1,12 @@
 """Episodes and sources: the interface between importers and stores, and the names of fields.
 
-A *source* is anything that can be iterated, more than once, for `Episode`s. It holds one episode (or
-one slice of a file) in memory at a time, so a dataset larger than memory can be imported. The file of
-each format has one `Source`; `ingest` in importer.py writes them into a store.
+A *source* is an iterable of `Episode`s that can be iterated more than once. It holds one episode (or one slice of a
+file) in memory at a time, so a dataset larger than memory can be imported. Each format's file has one `Source`.
+`ingest` in importer.py writes its episodes into a store.
 
-Names. Every importer uses the standard terms, in the singular: `obs`, `action`, `reward`,
-`terminated`, `truncated`, `next_obs`, and `final_obs` for the observation after the last step, once a
-row. Nested observations are flattened with dots (`obs.state`, `obs.images.front`), as
-`TensorDict.unflatten_keys()` expects.
+Every importer uses the same singular names: `obs`, `action`, `reward`, `terminated`, `truncated` and `next_obs`.
+`final_obs` is the observation after the last step, once for each row. Nested observations are flattened with dots
+(`obs.state`, `obs.images.front`), as `TensorDict.unflatten_keys()` expects.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ SLICE_BYTES = 16 << 20
 
 
 class DeferredSteps(abc.ABC):
-    """Steps of a field that are made where they are wanted, such as frames that are decoded into a row.
+    """Steps of a field that are produced in place, such as video frames that are decoded into a row.
 
     Attributes:
         shape: (T, ...).
-        dtype: of what is made.
+        dtype: dtype of the steps.
     """
 
     shape: tuple[int, ...]
@@ -80,7 +79,8 @@ class Episode:
         name: name for error messages, precise enough to find the episode in the files.
         timed: arrays (T, ...) by field, all of the same T, or `DeferredSteps`.
         untimed: values once a row, such as `final_obs`.
-        follows: for an untimed name, the timed name whose next step it is; `cut` replaces it by the step after the cut.
+        follows: maps an untimed name to a timed name. The untimed value is that field's next step after the episode.
+            `cut` replaces it by the step after the cut.
 
     Examples:
         >>> import numpy as np
@@ -199,7 +199,7 @@ def choose(
     default: Collection[str],
     skip_unsupported: bool = False,
 ) -> dict[str, str]:
-    """Which of a source's fields to import, as stored name -> the source's name.
+    """The fields of a source to import, as stored name -> the source's name.
 
     Args:
         where: the source's name, for messages.
@@ -286,7 +286,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading(place: str, expected: str) -> Iterator[None]:
-    """What a library raises about damaged or foreign data, as a `SourceError` of one line.
+    """Turns a library's errors about damaged or foreign data into a `SourceError` of one line.
 
     The libraries raise errors of any class on bytes that they did not write; those of geartrain pass.
 
@@ -306,7 +306,7 @@ def reading(place: str, expected: str) -> Iterator[None]:
 
 
 def count_of(what: str, value: Any) -> int:
-    """A count from a dataset's metadata. Raises `ValueError` for what is no whole number from 0 on."""
+    """A count from a dataset's metadata. Raises `ValueError` if it is not a whole number from 0 on."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or not 0 <= value < 2**62:
         raise ValueError(f"{what} is a whole number from 0 on, found {value!r}")
     return int(value)

@@ -1,7 +1,7 @@
-"""Export to NumPy files: an `.npz` archive, or a folder of `.npy` files that can be mapped.
+"""Export to NumPy files: an `.npz` archive, or a folder of `.npy` files that can be memory-mapped.
 
-The layout is the flat one of arrays.py: a timed field's steps of all rows behind each other, (N, ...), and `ends`, one
-past each row's last step. What a row has once is (rows, ...), and named in `untimed`.
+The layout is the flat one of arrays.py. A timed field is (N, ...): the steps of all rows, concatenated. `ends` has the
+position one past each row's last step. A field with one value for each row is (rows, ...) and is named in `untimed`.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class NpyWriter(DatasetWriter):
 class NpzWriter(DatasetWriter):
     """An `.npz` archive.
 
-    An archive's arrays stand behind each other, so each is collected in a file of its own first: while it writes, it
-    takes as much disk again as the largest field.
+    An archive holds one array after the other, so each array is collected in a file of its own first. While it writes,
+    the export needs additional disk space for the largest field.
 
     Args:
         compress: deflate the arrays: slow.

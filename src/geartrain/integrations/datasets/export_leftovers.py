@@ -1,4 +1,8 @@
-"""Unfinished datasets of exports that were killed: told from those at work by a lock that dies with its owner."""
+"""Cleanup after killed exports: finds and removes their unfinished datasets.
+
+A running export holds a file lock next to its dataset, which the kernel releases when the process dies. So a later
+export can tell dead exports from running ones.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ def unfinished(target: Path) -> Path:
 
 @contextlib.contextmanager
 def at_work(fresh: Path) -> Iterator[None]:
-    """Keeps what is written at `fresh` from `remove_dead` for as long as this process lives."""
+    """Protects the unfinished dataset `fresh` from `remove_dead` while this process lives."""
     lock = fresh.with_name(fresh.name + _LOCK)
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -34,7 +38,7 @@ def at_work(fresh: Path) -> Iterator[None]:
 
 
 def remove_dead(target: Path) -> None:
-    """Removes what killed exports to this target have left next to it, where this user may."""
+    """Removes unfinished datasets that killed exports left next to this target, if this user may."""
     name = re.compile(re.escape(_prefix(target)) + r"[0-9a-f]{12}\.exporting" + re.escape(_LOCK))
     try:
         locks = [each for each in target.parent.iterdir() if name.fullmatch(each.name)]

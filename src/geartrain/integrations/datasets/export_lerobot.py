@@ -8,9 +8,12 @@
 | obs.x of uint8 (height, width, 1 or 3) | the dtype `image`: PNG inside the table, without loss |
 | the same with `video=True` and 3 channels | the dtype `video`: export_video.py |
 
-`index`, `episode_index` and `frame_index` are counted, `timestamp` is frame_index / fps where the store has none, and
-`task_index` is 0 where it has none. meta/stats.json and the episodes' table have each feature's minimum, maximum, mean,
-standard deviation and quantiles, whose means weighted by frames stand for those of all episodes, as in lerobot itself.
+`index`, `episode_index` and `frame_index` are counted. If the store has no `timestamp`, it is frame_index / fps. If the
+store has no `task_index`, it is 0.
+
+meta/stats.json and the table of episodes have each feature's minimum, maximum, mean, standard deviation and quantiles.
+The quantiles of all episodes are approximated, as in lerobot itself, by the mean of the episodes' quantiles, weighted
+by frames.
 """
 
 from __future__ import annotations
@@ -59,13 +62,13 @@ class LeRobotWriter(DatasetWriter):
 
     Args:
         fps: steps a second, which the format requires.
-        task: what the episodes' task is, in words.
-        tasks: instead, for rows with a `task_index`: the words for each of its values.
-        robot_type: of the dataset's description.
+        task: description of the episodes' task.
+        tasks: alternative to `task` for rows with a `task_index`: a description for each of its values.
+        robot_type: entry of the dataset's description.
         video: encode images of 3 channels as videos.
         video_codec: "h264", "h264-lossless", "hevc" or "av1".
         video_quality: the encoder's CRF, 0 the best.
-        video_key_frames: frames from one key frame to the next; reading one frame decodes as many at most.
+        video_key_frames: frames from one key frame to the next. Reading one frame decodes at most as many.
     """
 
     FOLDER = True
@@ -203,7 +206,7 @@ class LeRobotWriter(DatasetWriter):
         return sum(array.nbytes for array in values.values())
 
     def _encode(self, values: Mapping[str, Array], lengths: list[int]) -> dict[str, Any]:
-        """Encodes the videos, a thread for each camera; the columns that tell where they are."""
+        """Encodes the videos, with a thread for each camera. Returns the columns with their places."""
         if not self._videos:
             return {}
         about = {}
@@ -219,7 +222,7 @@ class LeRobotWriter(DatasetWriter):
         return about
 
     def finish(self) -> None:
-        """Writes what is known of all episodes."""
+        """Writes the metadata of all episodes."""
         for video in self._videos.values():
             video.finish()
         self._data.close()

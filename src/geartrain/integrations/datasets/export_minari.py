@@ -7,7 +7,7 @@
 | reward, terminated, truncated | rewards, terminations, truncations |
 | infos.x, and every other timed field x | infos/x |
 
-Images are stored as they are, not as JPEG.
+Images are stored as raw arrays, not as JPEG.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class MinariWriter(DatasetWriter):
 
     Args:
         dataset_id: the dataset's name in its metadata, such as "hopper/mine-v0"; "exported/rows-v0" by default.
-        repeat_last_obs: where the store has no `final_obs`: write a row's last observation twice. What the last action
-            led to is then wrong in the dataset, which matters to who trains on next observations.
+        repeat_last_obs: if the store has no `final_obs`, write each row's last observation twice. The dataset's last
+            next observation is then wrong, which matters if you train on next observations.
     """
 
     FOLDER = True

@@ -1,7 +1,8 @@
-"""Export to Parquet: a trajectory a record.
+"""Export to Parquet: each trajectory is one record.
 
-A timed field is a list over the steps, and a value of several axes a list of fixed size for each axis, so that shapes,
-dtypes and lengths stand in the file's schema. Read by parquet.py, and by whatever knows nested Parquet columns.
+A timed field is a list over the steps. A value with axes is nested lists of fixed size, one level for each axis. So the
+file's schema holds shapes, dtypes and lengths. parquet.py reads these files, and so does any program that supports
+nested Parquet columns.
 """
 
 from __future__ import annotations

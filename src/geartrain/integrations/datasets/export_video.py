@@ -1,4 +1,4 @@
-"""Encoding of images as videos of LeRobot datasets: MP4 files with the episodes of a camera behind each other."""
+"""Encodes images as videos of LeRobot datasets: MP4 files, each with consecutive episodes of one camera."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class VideoEncoding:
 
 @dataclass(frozen=True)
 class EncodedEpisode:
-    """Where an episode's frames are: chunk and file, and the times in seconds where they begin and end."""
+    """Place of an episode's frames: chunk, file, and the times in seconds where they begin and end."""
 
     chunk: int
     file: int
@@ -127,16 +127,16 @@ class EncodedEpisode:
 
 
 class VideoFolder:
-    """Numbered MP4 files of one camera: the next one is begun where an episode ends and this one is large enough.
+    """Numbered MP4 files of one camera. A new file begins after an episode once the current file is large enough.
 
     Args:
-        folder: where to.
+        folder: destination of the files.
         template: path of a file in it, by chunk_index and file_index.
         encoding: how.
         shape: (height, width, 3) of the frames.
         fps: frames a second.
-        file_bytes: of a file that is large enough.
-        files_per_chunk: how many are numbered together.
+        file_bytes: size from which a file is large enough.
+        files_per_chunk: number of files in a chunk.
     """
 
     def __init__(

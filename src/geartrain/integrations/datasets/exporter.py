@@ -1,8 +1,7 @@
 """Export of a store or checkpoint as a dataset: NPZ, a folder of NPY files, Parquet, Minari, LeRobot v3.
 
-Rows are read a group at a time and written behind each other, so that memory is bounded by the group (16 MB, or one
-row), however large the store is. What is written stands beside its destination under another name until it is
-complete.
+Rows are read and written one group at a time. A group is 16 MB or one row, which bounds memory however large the store
+is. The export is written next to its destination under another name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ class ExportReport:
     """Result of an export. `export_store` returns it.
 
     Attributes:
-        rows: rows written. Of rows with several episodes, these count.
+        rows: rows written. A row with several episodes counts once for each of them.
         steps: steps of all of them.
         nbytes: bytes of their values.
         overwritten: rows that were overwritten or removed before they were read; they are left out.
-        still_open: rows that their writers were extending; the steps that they had are written.
+        still_open: rows that their writers were still extending. Their steps so far are written.
         left_out: fields that are not written, and why: not asked for, or not supported by the format.
         elapsed_s: duration, in seconds.
     """
@@ -201,7 +200,7 @@ def export_store(
 def _chosen(
     rows: StoredRows, writer: type[DatasetWriter], fields: FieldChoice, casts: Mapping[str, str], skip: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The fields to write, {written: stored}, and those that are not, with the reason."""
+    """The fields to write, {written: stored}, and the fields left out, with the reason."""
     asked = choose(rows.name, fields, dict.fromkeys(rows.fields), list(rows.fields))
     refused = {
         name: why
@@ -228,7 +227,7 @@ def _converted(field: Field, casts: Mapping[str, str]) -> Field:
 
 
 def _target(path: str | os.PathLike[str], format: str) -> tuple[Path, str]:
-    """Where to write, with symbolic links followed, and what."""
+    """The destination, with symbolic links followed, and the format."""
     try:
         name = os.fspath(path)
         name.encode()
@@ -333,7 +332,7 @@ def _flush(path: Path) -> None:
 
 
 def _put_in_place(fresh: Path, target: Path, format: str, overwrite: bool, writer: type[DatasetWriter]) -> None:
-    """Gives the dataset its name in one step, and removes what had the name where that may be."""
+    """Gives the dataset its name in one step, and removes a previous dataset of that name if allowed."""
     if os.path.lexists(target):
         if not overwrite:
             raise DatasetExistsError(f"another process wrote {target} meanwhile; it is left as it is")

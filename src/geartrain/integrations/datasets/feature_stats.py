@@ -1,4 +1,4 @@
-"""Statistics of features as LeRobot datasets keep them: of each episode, and of all."""
+"""Statistics of features for LeRobot datasets: of each episode, and of the whole dataset."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def episode_stats(values: Array, starts: Array, ends: Array, *, image: bool) -> 
 
 
 class FeatureStats:
-    """The same of all episodes, added up; quantiles are means of the episodes', weighted by steps."""
+    """Statistics of all episodes, accumulated. Quantiles are means of the episodes' quantiles, weighted by steps."""
 
     def __init__(self) -> None:
         self._count = 0

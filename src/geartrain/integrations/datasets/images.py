@@ -1,8 +1,7 @@
-"""Decoding of images (PNG, JPEG), by Pillow, and the form in which images and frames of videos are stored.
+"""Decodes PNG and JPEG images with Pillow, and defines how images and video frames are stored.
 
-Both RLDS and LeRobot keep images as compressed bytes inside their tables. PNG decodes to the bytes
-that were written. JPEG decoders differ by a grey level here and there, so a pixel can differ by one
-from what TensorFlow's decoder gives for the same file.
+RLDS and LeRobot both keep compressed images inside their tables. PNG decodes to exactly the original bytes. JPEG
+decoders differ slightly, so a pixel can differ by one from what TensorFlow decodes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class ImageForm:
 
     Attributes:
         size: (height, width) that they are resized to, or None.
-        channels_first: whether as (channels, height, width).
+        channels_first: True for (channels, height, width).
     """
 
     size: tuple[int, int] | None = None
@@ -130,7 +129,7 @@ _MORE_BITS = "more than the 8 bits a value that are read"
 
 
 def _what_is_lost(image: Any, data: bytes) -> str:
-    """What Pillow would change of an image's values, before it is decoded; "" for nothing.
+    """How Pillow would change an image's values, known before it is decoded; "" for no change.
 
     Pillow gives images in colours, or with alpha, cut to 8 bits a value, and those of a largest value of their own
     scaled.

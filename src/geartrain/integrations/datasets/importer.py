@@ -1,9 +1,8 @@
 """Dataset import: `import_dataset` into a new store, `ingest` into an existing one.
 
-Every episode is checked against the store's schema before a byte of it is written, and then copied
-once, into a row of shared memory. One episode is in memory at a time; frames of videos are decoded into
-the rows, of several episodes at once. An episode that does not fit is an error that names the episode, the
-field, what was found and what would fit.
+Each episode is first checked against the store's schema and then copied once, into a row of shared memory. If an
+episode does not fit, the error names the episode, the field, its value and what would fit. One episode is in memory at
+a time. Video frames are decoded straight into the rows, for several episodes at once.
 """
 
 from __future__ import annotations

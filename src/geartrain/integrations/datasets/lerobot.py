@@ -1,4 +1,4 @@
-"""Importer of LeRobotDataset folders (v3.0, v2.1, v2.0): the parquet columns, images and videos.
+"""Importer of LeRobotDataset folders (v3.0, v2.1, v2.0): the Parquet columns, images and videos.
 
     meta/info.json                              features, version, path templates
     meta/episodes/chunk-000/file-000.parquet    length of each episode (v2: meta/episodes.jsonl)
@@ -12,9 +12,9 @@
 | timestamp, task_index, next.success, ... | the same names |
 | index, episode_index, frame_index | only when `fields` names them: a row's place says as much |
 
-Frames of videos are decoded into the rows, by several threads; images kept inside the parquet files are decoded as they
-are read. Both become bytes (height, width, channels), or what the options ask for. A feature of shape [1] is stored as
-one number per step, as it is in the files. Older versions of the format (v1) must be converted with lerobot first.
+Several threads decode video frames into the rows. Images inside the Parquet files are decoded as they are read. Both
+become bytes (height, width, channels) unless options ask for another form. A feature of shape [1] is stored as one
+number for each step, as in the files. Convert older versions of the format (v1) with lerobot first.
 """
 
 from __future__ import annotations

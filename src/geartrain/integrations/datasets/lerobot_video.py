@@ -1,11 +1,11 @@
-"""Where the frames of a LeRobot dataset's video features are, and when.
+"""Finds the video file and the times of each frame of a LeRobot dataset's video features.
 
     videos/observation.images.top/chunk-000/file-000.mp4              v3: many episodes behind each other
     videos/chunk-000/observation.images.top/episode_000000.mp4        v2: one
 
-meta/episodes of v3 has, for each camera of an episode, its file and the time in it where the episode begins and ends. A
-step's frame is the one of that part nearest to its `timestamp` after that beginning, and no further from it than the
-tolerance.
+For each camera of an episode, meta/episodes of v3 has the file and the times where the episode begins and ends in it. A
+step's frame is the episode's frame nearest to its `timestamp`, counted from that beginning. It may be no further away
+than the tolerance.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class VideoPlace:
 
     Attributes:
         path: the file.
-        start_s: where it begins in the file, in seconds.
-        end_s: where it ends, or None where that is the file's end.
+        start_s: time in the file where it begins, in seconds.
+        end_s: time where it ends; None for the file's end.
     """
 
     path: Path

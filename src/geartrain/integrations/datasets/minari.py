@@ -1,7 +1,7 @@
 """Importer of local Minari datasets, in their HDF5, Arrow and Parquet layouts.
 
-Minari keeps one more observation than actions: `observations[t]` is what action t was taken in, and
-`observations[T]` is what the last action led to. A row has the T steps, so
+Minari keeps one more observation than actions. Action t was chosen at `observations[t]`, and `observations[T]` follows
+the last action. A row has T steps:
 
 | stored | found |
 |---|---|
@@ -10,17 +10,18 @@ Minari keeps one more observation than actions: `observations[t]` is what action
 | next_obs | observations[1:], only when `fields` names it |
 | infos.x | infos/x[:T], only when `fields` names it |
 
-Dict and Tuple spaces are flattened with dots: `obs.camera`, `action.0`. JPEG-encoded images are
-decoded.
+Dict and Tuple spaces are flattened with dots: `obs.camera`, `action.0`. JPEG-encoded images are decoded.
 
-The minari package opens the dataset: it checks the version and knows the spaces. The columns are then
-read with h5py or pyarrow, only those that are wanted, and not through
-`MinariDataset.iterate_episodes`: Minari 0.5.4 reads every column, cannot read back an Arrow episode
-whose infos hold NumPy numbers (ValueError), and silently stops after the first piece, 32,768 rows, of a
-longer Arrow or Parquet episode. Its writer also passes those pieces to pyarrow without
-requesting their order, and they come out of order: 300,000 steps in one episode were found with
-steps 98,304 to 131,071 behind step 262,143. Such an episode is refused by name, since nothing in the
-file tells the order; HDF5 is not affected.
+The minari package opens the dataset, because it checks the version and knows the spaces. The requested columns are then
+read with h5py or pyarrow. `MinariDataset.iterate_episodes` of Minari 0.5.4 is not used, for three reasons:
+
+- It reads every column.
+- It raises ValueError for an Arrow episode whose infos hold NumPy numbers.
+- It silently stops after the first piece, 32,768 rows, of a longer Arrow or Parquet episode.
+
+Minari's writer also loses the order of those pieces, because it does not ask pyarrow to keep it. In one episode of
+300,000 steps, steps 98,304 to 131,071 came after step 262,143. Nothing in the file tells the order, so the importer
+refuses such an episode by name. HDF5 is not affected.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class MinariSource(Source):
     """Episodes of a local Minari dataset; nothing is downloaded.
 
     Args:
-        path: the dataset's folder, or its id where it lies in Minari's own folder.
+        path: the dataset's folder, or its id if it is in Minari's own folder.
 
     Raises:
         SourceError: no dataset there, or one that the installed Minari does not support.

@@ -1,8 +1,8 @@
-"""Importer of Parquet files that hold a trajectory a record, such as those that `export_store` writes.
+"""Importer of Parquet files with one trajectory in each record, such as those that `export_store` writes.
 
-A column of lists is timed, its lists over the steps; lists of fixed size in it, or in a column that is not timed, are
-the axes of a value. Other columns are values that an episode has once. Lists of any size below the time axis are taken
-where all of them are equally long. A folder of files is read in the order of their names.
+A column of lists is timed: its lists run over the steps. Lists of fixed size are the axes of a value. Other columns
+have one value for each episode. Lists of variable size below the time axis are accepted if all of them are equally
+long. The files of a folder are read in the order of their names.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     features.json                               dtype, shape and encoding of every feature
     <name>-<split>.tfrecord-00000-of-00008      or .array_record-...: one record per episode
 
-A record is a `tf.train.Example` in which the steps of an episode are flattened, all values of
-`steps/observation/state` in one list. Names change as follows, with dots for slashes:
+A record is a `tf.train.Example` with flattened steps: all values of `steps/observation/state` are in one list. Names
+change as follows, with dots for slashes:
 
 | stored | found |
 |---|---|
@@ -13,12 +13,11 @@ A record is a `tf.train.Example` in which the steps of an episode are flattened,
 | discount, is_first, is_last, is_terminal | steps/... of the same name |
 | episode_metadata.x (one per row) | episode_metadata/x |
 
-`is_terminal` is not renamed to `terminated`, because it is not the same: RLDS marks the step whose
-*observation* is terminal, and where a dataset follows RLDS to the letter, the action and reward of
-that last step mean nothing. Every step is kept, that one too.
+`is_terminal` is not renamed to `terminated`, because its meaning differs: RLDS marks the step whose *observation* is
+terminal. In a dataset that follows RLDS to the letter, that last step's action and reward mean nothing. Every step is
+kept, including that one.
 
-TFDS has kept float64 as float32 and images as PNG or JPEG. Text cannot be stored; see
-`skip_unsupported`.
+TFDS itself has stored float64 as float32, and images as PNG or JPEG. Text cannot be stored; see `skip_unsupported`.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ class _Leaf:
 class RldsSource(Source):
     """Episodes of a TFDS folder, one record in memory at a time.
 
-    The longest episode is in no metadata, so it takes a pass over the records (which are parsed, but
-    not decoded) to find it; give `max_length` to `import_dataset` to read them only once.
+    TFDS metadata does not tell the length of the longest episode. Finding it takes a pass over the records, which
+    parses but does not decode them. Give `max_length` to `import_dataset` to read them only once.
 
     Args:
         path: the folder of one version, or the one above it if it holds one version.

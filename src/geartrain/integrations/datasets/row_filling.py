@@ -1,4 +1,4 @@
-"""Rows that are filled from episodes, several at a time where threads make their values, and committed in order."""
+"""Fills rows of a store from episodes, with threads for deferred values, and commits them in order."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ class _Filled:
 
 
 class RowFiller:
-    """Fills rows of a store from episodes. Values that an episode has are copied at once; `DeferredSteps` are made by
-    threads, straight in the rows, of as many rows as keep the threads busy.
+    """Fills rows of a store from episodes, several rows at a time, and commits them in the order of the episodes.
 
-    Rows are committed in the order of their episodes. After an error, and when the block is left by one, those that
-    are not committed are given back, after the last thread has ended with them: an interruption meanwhile, such as a
-    second Ctrl-C, is raised after that. The threads are asked to stop, which they do within a frame.
+    Values that an episode already has are copied at once. Threads produce `DeferredSteps` straight in the rows, for as
+    many rows as keep the threads busy.
+
+    After an error, or if the `with` block is left by an exception, uncommitted rows are abandoned. That waits for the
+    threads, which stop within one frame. An interruption meanwhile, such as a second Ctrl-C, is raised afterwards.
 
     Args:
-        store: to fill.
-        threads: that make deferred steps.
-        committed: told of each row's bytes.
+        store: the store to fill.
+        threads: number of threads that produce deferred steps.
+        committed: called with each row's bytes after its commit.
     """
 
     def __init__(self, store: Store, threads: int, committed: Callable[[int], None]) -> None:
@@ -77,7 +78,7 @@ class RowFiller:
         self._commit_ready()
 
     def finish(self) -> None:
-        """Commits what is left."""
+        """Commits the remaining rows."""
         while self._filling:
             self._commit_first()
 

@@ -1,6 +1,6 @@
-"""Rows of a store or checkpoint for export: read group by group, in the order of their commits, in bounded memory.
+"""Reads rows of a store or checkpoint for export: group by group, in commit order, in bounded memory.
 
-Rows that hold several episodes are split: each episode is a trajectory of its own, as in a store whose rows are one.
+A row with several episodes is split, so that each episode becomes a trajectory of its own.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ METADATA = {
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Some trajectories, whole: rows, or of rows that hold several episodes each of these.
+    """Several whole trajectories. Each is a row, or one episode of a row that holds several.
 
     Attributes:
-        first: number of the first of them among all that are read.
-        lengths: (n,) steps of each.
-        values: by field, (rows, max_length, *shape), or (n, *shape) for what a row has once. Good until the next group.
-        parts: the row of each, (n,), its first step there, (n,), and the lengths of the rows, (rows,); None where each
-            is a row.
+        first: number of the group's first trajectory among all that are read.
+        lengths: (n,) steps of each trajectory.
+        values: by field, (rows, max_length, *shape), or (n, *shape) for fields with one value for each row. Valid until
+            the next group is read.
+        parts: the row (n,) and the first step (n,) of each trajectory, and the lengths (rows,) of the rows. None if
+            each trajectory is a row.
     """
 
     first: int
@@ -74,22 +75,22 @@ class RowGroup:
 
 
 class StoredRows:
-    """The rows that a store or checkpoint had when this was made, oldest first.
+    """Rows of a store or checkpoint at the time when this object was made, oldest first.
 
-    A store may be in use: rows that are overwritten before they are read are left out, and counted.
+    The store may be in use. Rows that are overwritten before they are read are left out and counted.
 
     Args:
-        source: a store, or the name or path of one, or the directory of a checkpoint, or an open one. What is opened
-            here is closed by `close`; a store with mode="r".
-        trust: as of `Store.open`.
+        source: an open store or checkpoint, the name or path of a store, or the directory of a checkpoint. Names and
+            paths are opened here, stores with mode="r", and closed by `close`.
+        trust: as in `Store.open`.
 
     Attributes:
-        name: for messages.
-        fields, max_length: of the store; where its rows hold several episodes, without the number of these.
-        split: whether they do, and each is a trajectory of its own.
-        count: rows.
-        overwritten: rows of the last iteration that are left out.
-        still_open: rows of it that their writers were extending: the steps they had are in.
+        name: name for messages.
+        fields, max_length: of the store. If rows hold several episodes, the field with their number is left out.
+        split: whether rows hold several episodes, each of which is a trajectory of its own.
+        count: number of rows.
+        overwritten: rows that the last iteration left out.
+        still_open: rows of the last iteration that their writers were extending. Their steps so far are included.
 
     Raises:
         StoreMissingError, IncompatibleStoreError, UntrustedStoreError, CheckpointError: as of opening it.
@@ -140,7 +141,7 @@ class StoredRows:
         return total, longest
 
     def episodes(self) -> int:
-        """Trajectories that there are: rows, and where they hold several episodes, these."""
+        """Number of trajectories: rows, or the episodes of rows that hold several."""
         if not self.split:
             return self.count
         read = self._from_store if isinstance(self._source, Store) else self._from_checkpoint

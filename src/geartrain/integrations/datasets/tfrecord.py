@@ -1,15 +1,14 @@
 """Record files of TFDS (TFRecord, ArrayRecord), and the `tf.train.Example` in each record.
 
-A TFRecord file is a run of
+A TFRecord file is a sequence of
 
     uint64 length | uint32 masked crc32c of length | length bytes | uint32 masked crc32c of the bytes
 
-which is read here, with both checksums verified, through the `crc32c` package. The `tfrecord` package
-reads the same files without verifying checksums, and registers `tensorflow.Example` in protobuf's
-process-wide pool, after which TensorFlow cannot be imported. ArrayRecord files are read by Google's
-`array_record`, which verifies its own checksums.
+This module reads it and verifies both checksums with the `crc32c` package. The `tfrecord` package would not verify
+them. It would also register `tensorflow.Example` in protobuf's process-wide pool, and TensorFlow could not be imported
+afterwards. ArrayRecord files are read by Google's `array_record`, which verifies its own checksums.
 
-`tf.train.Example` is decoded by protobuf from a description built here, in a pool of its own.
+protobuf decodes `tf.train.Example` from a description built here, in a pool of its own.
 """
 
 from __future__ import annotations

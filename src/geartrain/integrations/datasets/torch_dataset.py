@@ -1,11 +1,10 @@
 """Importer of a torch `Dataset`, map-style or iterable, whose items are episodes.
 
-An item is a dict, a tuple or a named tuple of tensors, NumPy arrays and numbers, nested at will; each
-item becomes a row. Everything with at least one axis is taken as timed, with time first, unless
-`untimed` says otherwise; numbers are values the row has once. For a dataset whose items are single
-samples without any time (an image and its label), `untimed=True` takes them all as such.
+Each item becomes a row. An item is a dict, a tuple or a named tuple of tensors, NumPy arrays and numbers, which may be
+nested. Values with at least one axis are timed, with time first, unless `untimed` names them. Numbers are values that
+the row has once. If the items are single samples without time (an image and its label), pass `untimed=True`.
 
-torch is not imported: any object with `detach()` is a tensor.
+torch is not imported: any object with `detach()` counts as a tensor.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ def recognise(path: Path) -> bool:
 class TorchSource(Source):
     """Episodes of a torch `Dataset`, one item in memory at a time.
 
-    Its lengths are in no metadata, so finding the longest takes a pass over the data; give
+    A `Dataset` does not tell the lengths of its items, so finding the longest takes a pass over the data. Give
     `max_length` (and `capacity`, for an iterable dataset) to `import_dataset` to read it only once.
 
     Args:
         dataset: anything with `__len__` and `__getitem__`, or anything iterable.
         names: names for the parts of tuple items, in their order; "0", "1", ... by default.
         untimed: fields without a time axis, or True for all of them.
-        length: name of an item's field that says how many of its steps are real; not stored.
+        length: name of the item's field with the number of real steps. The field is not stored.
 
     Raises:
         SourceError: items that are no dicts or tuples of arrays, or that differ in their fields.

@@ -1,9 +1,9 @@
-"""Frames of video files by their times, decoded by PyAV (FFmpeg).
+"""Reads frames of video files by their times, decoded by PyAV (FFmpeg).
 
-A file is read forwards, and a reader that has ended one episode is where the next one of the same file begins, so that
-frames that lie behind each other are decoded once. Elsewhere it seeks to the key frame before. A frame's time is its
-presentation time in the container, as LeRobot has it. Only MP4 containers on this machine are opened: no playlist under
-another name, nor whatever else a container can refer to.
+A reader keeps its position after an episode. If the next episode follows in the same file, it continues there, so no
+frame is decoded twice. Otherwise it seeks to the preceding key frame. A frame's time is its presentation time in the
+container, as in LeRobot. Only local MP4 containers are opened. Playlists under another name are refused, and so is
+anything else that a container can refer to.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class VideoReader:
             self._seek(pts)
 
     def _seek(self, pts: int) -> None:
-        """To the last key frame that is shown no later than that; to the first one where there is none.
+        """Seeks to the last key frame that is shown no later than `pts`, or to the first one if there is none.
 
         A key frame may stand in the file before a time and be shown after it, with what is shown before it behind it:
         then the one before is needed.
@@ -206,8 +206,10 @@ class VideoReader:
 
 
 class VideoReaders:
-    """Readers of the files of a dataset, which threads borrow. Few files are open: an idle reader is kept while it may
-    be of use."""
+    """Readers of a dataset's files, for several threads. Few files are open at a time.
+
+    A reader that no thread uses is kept open while it may be needed again.
+    """
 
     def __init__(self, threads: int) -> None:
         self._most = threads + _MOST_IDLE
@@ -248,13 +250,13 @@ class VideoClip(DeferredSteps):
     """Frames of a video that are an episode's steps.
 
     Args:
-        readers: that open the file.
+        readers: readers that open the file.
         path: the file.
-        times: (T,) of the frames in the file, in seconds, none before the one in front of it.
+        times: (T,) times of the frames in the file, in seconds, never decreasing.
         tolerance_s: how far a frame may be from its time.
         part: times from which and before which the file's frames are this episode's.
         picture: (height, width, channels) that the frames must have, with 1 or 3 channels.
-        form: what they become.
+        form: the form in which frames are stored.
         place: for messages.
     """
 
@@ -300,7 +302,7 @@ class VideoClip(DeferredSteps):
 
 
 class _Converter:
-    """Conversion of frames to arrays, as LeRobot's own reader has it, and to another size in the same pass."""
+    """Converts frames to arrays as LeRobot's own reader does, and resizes them in the same pass."""
 
     def __init__(self, height: int, width: int, channels: int) -> None:
         av = require("av", "lerobot", "Decoding videos")

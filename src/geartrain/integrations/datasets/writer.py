@@ -1,4 +1,4 @@
-"""Writers of datasets: the interface of the formats that a store's rows are exported to."""
+"""Writers of datasets: the interface of all formats that a store can be exported to."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from geartrain.integrations.datasets.stored_rows import RowGroup
 
 
 class DatasetWriter(abc.ABC):
-    """Writes groups of rows into a file or folder that nobody else sees yet.
+    """Writes groups of rows into a file or folder that no other process sees yet.
 
-    A format's options are the keyword arguments of its constructor but `path`, `fields` and `about`.
+    The keyword arguments of a writer's constructor, except `path`, `fields` and `about`, are its format's options.
 
     Args:
-        path: where to write; nothing is there.
-        fields: what is written, by the names it is written under. `refused` has refused none of them.
-        about: one line on where the rows come from, for the dataset's own description.
+        path: destination, which does not exist yet.
+        fields: fields to write, by the names in the file. `refused` has accepted each of them.
+        about: one line about the source of the rows, for the dataset's description.
     """
 
     #: Whether the dataset is a folder.
@@ -46,10 +46,10 @@ class DatasetWriter(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def replaces(cls, path: Path) -> bool:
-        """Whether what is there is a dataset as this writer makes them and nothing else, so that it may be removed.
+        """Whether `path` is a dataset of this writer's format and nothing else, so that it may be removed.
 
-        An importer reads a dataset beside whatever else is in its folder; what is replaced is removed as a whole, so
-        a single file of another kind is a no. An empty folder is a yes where the dataset is a folder.
+        The path is removed as a whole, so a single file of another kind makes this False. An importer is less strict.
+        An empty folder gives True if the format's datasets are folders.
         """
 
     @abc.abstractmethod

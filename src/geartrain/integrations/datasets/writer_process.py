@@ -1,11 +1,11 @@
-"""Child process that writes a dataset with a library whose faults must not end this one.
+"""Child process that writes a dataset with a library that might crash.
 
-HDF5 crashes a process that has a file open which it cannot flush. The child has the file; this side sends it rows and
-takes its answers, errors among them. A child that dies is an error with its cause, and one that is not needed any more
-is killed: what it wrote is removed anyway. It runs in a session of its own, so that a terminal's Ctrl-C reaches this
-side alone, and it ends when this side does.
+HDF5 crashes a process whose open file it cannot flush. So a child process opens the file. The parent sends it rows and
+receives its answers, including errors. If the child dies, the parent raises an error with the cause. If the parent no
+longer needs the child, it kills the child and removes the file. The child has its own session, so Ctrl-C in a terminal
+reaches only the parent. The child ends when the parent ends.
 
-Messages of both directions are pickles behind their length, 8 bytes, over a pair of sockets.
+Messages in both directions go over a socket pair: a length of 8 bytes, then a pickle.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _PROGRAM = (
 
 
 class WriterProcess:
-    """An object in a child process, whose methods are called one at a time.
+    """An object in a child process. Its methods are called one at a time.
 
     Args:
         kind: its class, as "module:Class".
         arguments: of its constructor, by keyword.
-        what: what it writes, for messages.
+        what: description of the output, for messages.
         answer_s: longest wait for the child to take a message, and for its answer.
 
     Attributes:
-        answer_s: of later calls; can be set.
+        answer_s: the wait of later calls; can be set.
 
     Raises:
         ProcessDiedError: the child died; also of `call`. What its constructor or method raises is raised here.
@@ -86,7 +86,7 @@ class WriterProcess:
         return self._process.pid
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What a method of the object returns."""
+        """Calls a method of the object and returns its result."""
         return self._asked((method, arguments))
 
     def _asked(self, message: Any) -> Any:
@@ -180,7 +180,7 @@ def _serve(descriptor: int) -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one of the same text where it cannot be pickled."""
+    """The error, or one with the same text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,14 +1,21 @@
-"""Message queue for DI-engine: its events, contexts and models over geartrain's transports instead of nng.
+"""Message queue for DI-engine: carries its events, contexts and models over geartrain's transports instead of nng.
 
     import geartrain.integrations.di_engine                                 # in the module of your main
     Parallel.runner(n_parallel_workers=3, mq_type="geartrain")(main)
 
-or, with nothing to import, `geartrain-ditask ... --mq-type geartrain` instead of `ditask`. Importing this registers the
-queue with DI-engine (`install`); where DI-engine is not installed it does nothing. docs/di-engine.md is the manual.
+`geartrain-ditask ... --mq-type geartrain` instead of `ditask` needs no import. Importing this package registers the
+queue with DI-engine (`install`). If DI-engine is not installed, the import does nothing. docs/di-engine.md is the
+manual.
 
-The files: `options` (options of the queue), `discovery` (addresses of nodes), `bus` (events; knows nothing of
-DI-engine) with `membership` (its peers) and `peer_queue` (events in flight to one), `message_queue` (what of DI-engine
-is replaced), `ditask` (its command line).
+The files:
+
+- `options`: options of the queue
+- `discovery`: addresses of nodes
+- `bus`: events; independent of DI-engine
+- `membership`: the bus's peers
+- `peer_queue`: events in flight to one peer
+- `message_queue`: the methods of DI-engine that are replaced
+- `ditask`: the command line
 """
 
 from __future__ import annotations

@@ -6,13 +6,14 @@
     bus.connect([parse_contact("tcp://10.0.0.1:50515")])
     bus.emit("policy", (tensor,), {})
 
-Each side of a link sends the other its topics, and every change of them; an event goes to the peers that subscribe to
-its topic. Changes travel on the connection of the events, so a peer that replies to an event knows what its sender had
-subscribed to before.
+Each side of a link tells the other its topics, and every change of them. An event goes to the peers that subscribe to
+its topic. Subscription changes travel on the same connection as events. So a peer that replies to an event knows the
+sender's earlier subscriptions.
 
-Every event is acknowledged once it is handled. A sender has a window of unacknowledged events and bytes for each peer:
-when it is full, `emit` blocks, and raises at its deadline. So queues are bounded, and nothing is dropped for want of
-room. Events in flight to a peer that is lost are lost with it; that is logged, and `on_change` is called.
+A peer acknowledges every event after handling it. For each peer, a sender has a window of unacknowledged events and
+bytes. While the window is full, `emit` blocks, and at its deadline it raises. So queues are bounded, and a full queue
+never drops an event. If a peer is lost, the events in flight to it are lost too. The bus logs that and calls
+`on_change`.
 """
 
 from __future__ import annotations
@@ -49,8 +50,7 @@ Handler = Callable[[str, tuple[Any, ...], dict[str, Any]], Sequence["Work[Any]"]
 class Bus:
     """One node of the bus. `connect` joins others; nodes that join this one are accepted at any time.
 
-    Any thread may use it and close it. It belongs to the process that made it: in a forked child it is as one that was
-    closed, which emits to nobody.
+    Any thread may use and close it. In a forked child it behaves like a closed bus and emits to nobody.
     """
 
     def __init__(

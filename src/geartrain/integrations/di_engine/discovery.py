@@ -1,4 +1,4 @@
-"""Discovery of nodes: by address, by files of this host, or through a c10d store."""
+"""Discovery of nodes: by address, by files on this host, or through a c10d store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from geartrain.transport.rendezvous import store_of
 
 @dataclass
 class Contact:
-    """Address of a node, or where it will be published. `name` is the node's, once it was joined."""
+    """Address of a node, or the place where the node will publish it. `name` is set once the node has joined."""
 
     text: str
     store: Any = None

@@ -1,4 +1,4 @@
-"""`geartrain-ditask`: DI-engine's `ditask` with geartrain's message queue and the options that go with it."""
+"""`geartrain-ditask`: DI-engine's `ditask`, extended by geartrain's message queue and its options."""
 
 from __future__ import annotations
 

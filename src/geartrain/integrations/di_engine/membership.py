@@ -27,9 +27,9 @@ class Membership:
     """The peers of one node, connected both ways.
 
     Args:
-        node: of geartrain.rpc; its name is the bus's.
-        node_id: DI-engine's number of it.
-        window: of each peer's queue.
+        node: the `geartrain.rpc` node. Its name is the bus's name.
+        node_id: DI-engine's number of the node.
+        window: limit of each peer's queue.
         timeout_s: longest wait to send a change of topics.
         on_change: called with "joined" or "lost", the peer's node id, and a reason.
     """

@@ -1,9 +1,14 @@
 """DI-engine's message queue interface on a `Bus`, and the methods of DI-engine's `Parallel` that it replaces.
 
-DI-engine knows two kinds of queue by name, in a table inside `Parallel.runner`, and passes them pickled bytes. So five
-methods of `Parallel` are replaced: `runner`, with the names; `emit`, which passes values; `on` and `once`, which add
-the listener before peers get the subscription; and `listen`, which handles events on the threads of the connections.
-For any other kind of queue each does what it did.
+DI-engine has a fixed table of two queue types inside `Parallel.runner`, and it passes pickled bytes to them. So this
+module replaces five methods of `Parallel`:
+
+- `runner` accepts the new queue type.
+- `emit` passes values instead of pickles.
+- `on` and `once` add the listener before peers get the subscription.
+- `listen` handles events on the threads of the connections.
+
+For any other queue type, each method behaves as before.
 """
 
 from __future__ import annotations
@@ -64,7 +69,7 @@ _RUNNER = [
 
 
 class Queue:
-    """DI-engine's interface of a message queue, on a `Bus`. `install` makes DI-engine's subclass of it."""
+    """DI-engine's message queue interface on a `Bus`. `install` derives the class that DI-engine uses."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Options of the message queue: its kind, device maps, the cluster's secret."""
+"""Options of the message queue: its type, device maps, the cluster's secret."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOPOLOGIES = ("mesh", "star", "alone")
 
 @dataclass(frozen=True)
 class DevicePair:
-    """Entry of a device map: tensors for a node go from a GPU of this process to one of that node."""
+    """Entry of a device map: sends tensors from a GPU of this process to a GPU of another node."""
 
     node_id: int
     local: int

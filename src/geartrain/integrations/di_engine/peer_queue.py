@@ -1,4 +1,4 @@
-"""Event queue of a peer: events in flight to it, bounded by a window of events and bytes, and their encoding."""
+"""Event queue of one peer: encodes events in flight and bounds them by a window of events and bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNSENDABLE = (MessageError, pickle.PicklingError, AttributeError, TypeError)
 
 @dataclass(frozen=True)
 class Window:
-    """Limit of what is in flight to one peer: emitted and not acknowledged. One event is always allowed."""
+    """Limit of the unacknowledged events in flight to one peer. One event is always allowed."""
 
     events: int = 128
     nbytes: int = 512 << 20
@@ -37,8 +37,8 @@ class PeerQueue:
 
     Attributes:
         name, node_id: of the peer.
-        topics, version: that it subscribes to, and the number of their last change.
-        lock: for all methods, and for the order in which events are sent.
+        topics, version: the topics it subscribes to, and the number of their last change.
+        lock: held by all methods, and while events are sent, so that they stay in order.
     """
 
     def __init__(self, name: str, node_id: int, window: Window) -> None:

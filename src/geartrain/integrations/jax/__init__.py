@@ -1,7 +1,7 @@
-"""JAX: batches as `jax.Array`s over the same memory, and replay buffers in flashbax's manner over a store.
+"""JAX: batches as `jax.Array`s over the same memory, and replay buffers with flashbax's interface over a store.
 
-`as_jax` and `jax_batches` give a replay's batches. `make_flat_buffer`, `make_prioritised_flat_buffer` and
-`make_trajectory_buffer` make buffers whose `add` and `sample` are called inside `jax.jit` or outside of it.
+`as_jax` and `jax_batches` convert a replay's batches. `make_flat_buffer`, `make_prioritised_flat_buffer` and
+`make_trajectory_buffer` make buffers. Their `add` and `sample` can be called inside `jax.jit` or outside.
 """
 
 from __future__ import annotations

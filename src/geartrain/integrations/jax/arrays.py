@@ -1,4 +1,4 @@
-"""JAX arrays of batches, without a copy: through DLPack, in the memory of the batch, host or GPU."""
+"""JAX arrays of batches on host or GPU, sharing the batch's memory through DLPack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of a replay buffer for JAX: a pytree of one number, which stands for a store."""
+"""State of a replay buffer for JAX: a pytree with one number, which refers to a store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 class BufferContents:
-    """What a state stands for: the store, what reads and writes it, and what a timestep looks like."""
+    """Contents of a state: the store, its writer and sampler, and the structure of a timestep."""
 
     def __init__(self, store: Store, streams: Streams, tree: Any, fields: list[Field], shared: bool) -> None:
         self.store, self.streams, self.tree, self.fields, self.shared = store, streams, tree, fields, shared
@@ -42,7 +42,7 @@ class BufferContents:
             raise StoreClosedError("this buffer was closed")
 
     def close(self) -> None:
-        """Closes the store; in the process that made it what writes and draws as well."""
+        """Closes the store. In the process that made it, also closes the writer and the sampler."""
         if self.forks == _forks:
             self.streams.close()
         self.store.close()
@@ -81,7 +81,8 @@ class BufferState:
 
     @property
     def experience(self) -> Any:
-        """A copy of what this process had added by this state, as far as it is still in the store. Outside of jit only.
+        """A copy of the timesteps that this process had added by this state, if the store still has them. Outside of
+        jit only.
 
         A pytree of NumPy arrays (streams, timesteps of each, ...), in flashbax's order: the next timestep overwrites
         the one at `current_index`. Timesteps that were not added yet, or are gone, are zeros.
@@ -119,7 +120,7 @@ class BufferState:
 
 
 def contents_of(state: Any) -> BufferContents:
-    """What a state stands for.
+    """The contents that a state refers to.
 
     Raises:
         ArgumentError: no state, or one of the process that this one was forked from. StoreClosedError: it was closed.

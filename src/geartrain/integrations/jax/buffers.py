@@ -1,4 +1,4 @@
-"""Replay buffers in flashbax's manner over a store: `init`, `add`, `sample`, `can_sample`, inside jit or outside."""
+"""Replay buffers with flashbax's interface over a store: `init`, `add`, `sample`, `can_sample`, in and outside jit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sample(NamedTuple):
         experience: an `ExperiencePair`, or with `make_trajectory_buffer` a pytree of arrays (batch, time, ...).
         indices: (batch, 3) uint32, for `set_priorities` of prioritised buffers. They name a sequence, and never the one
             that replaces it.
-        probabilities: (batch,) float32, of prioritised buffers.
+        probabilities: (batch,) float32, only from prioritised buffers.
     """
 
     experience: Any
@@ -53,10 +53,9 @@ class Sample(NamedTuple):
 class TrajectoryBuffer:
     """A buffer of streams of timesteps. `make_flat_buffer` and its siblings make one.
 
-    Methods take and return a `BufferState`. They work inside `jax.jit`, `lax.scan`, `lax.cond` and the like, and
-    outside. Inside they are ordered `io_callback`s, which run once each, in the order of the program. JAX refuses them
-    under `vmap` and `pmap`. Outside, arrays of a sequence are not copied; pairs are taken out of them by a compiled
-    copy.
+    Methods take and return a `BufferState`. They work outside `jax.jit`, and inside `jax.jit`, `lax.scan`, `lax.cond`
+    and the like. Inside, they are ordered `io_callback`s: each runs once, in the order of the program. JAX refuses them
+    under `vmap` and `pmap`. Outside, sequences are returned without a copy, and pairs by one compiled copy.
 
     As a context manager, leaving it closes the stores that its `init` made. So does dropping it.
 

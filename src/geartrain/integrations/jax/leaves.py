@@ -1,4 +1,4 @@
-"""Leaves of pytrees, random keys and arrays, between JAX and NumPy."""
+"""Conversions between JAX and NumPy: leaves of pytrees, random keys and arrays."""
 
 from __future__ import annotations
 

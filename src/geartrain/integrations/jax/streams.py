@@ -1,9 +1,9 @@
-"""Streams of timesteps in a store: rows that overlap, so that every sequence of some steps is whole in one of them.
+"""Streams of timesteps in a store: rows overlap, so that any sequence of a given length lies within one row.
 
     row 0   s0  s1  s2  s3  s4  s5  s6  s7
     row 1                              s7  s8  s9  ...       sequences of 2 steps: one step is repeated
 
-Each stream (an environment, say) has one row at a time, which grows and can be sampled from while it does.
+Each stream (an environment, say) writes one row at a time. The row can be sampled from while it grows.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def rows_for(timesteps: int, streams: int, sequence: int, writers: int) -> int:
 
 
 class Streams:
-    """Appends timesteps of n streams to a store, and draws sequences from it. Calls exclude each other.
+    """Appends timesteps of n streams to a store, and draws sequences from it. A lock makes calls exclude each other.
 
     Args:
-        store: with `fields`, and priorities of steps where `exponent` is given.
+        store: store with `fields`, and with priorities of steps if `exponent` is given.
         fields: by name, in the order in which values are given and returned.
-        n: streams.
-        timesteps: of each stream that are kept at least.
-        sequence: steps of what is drawn.
-        batch_size: sequences of a draw.
-        exponent: of priorities; None: draws are uniform.
+        n: number of streams.
+        timesteps: number of timesteps to keep of each stream, at least.
+        sequence: steps of a drawn sequence.
+        batch_size: sequences in a draw.
+        exponent: exponent of priorities; None for uniform draws.
 
     Attributes:
         store, n, timesteps: as given.

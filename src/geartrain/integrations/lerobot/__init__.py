@@ -2,11 +2,9 @@
 
     from geartrain.integrations.lerobot import ReplayBuffer
 
-    buffer = ReplayBuffer(100_000, device="cuda:0", state_keys=["observation.state", "observation.image"])
-
-Observations are stored once, other processes of the host can add to the buffer and sample from it, and a next state is
-what was added: an episode that was cut off never leads into the next one. It needs torch; LeRobot itself only where a
-`LeRobotDataset` is written.
+Observations are stored once. Other processes of the host can add to the buffer and sample from it. A next state is
+always the one that was added, so an interrupted episode never leads into the next one. The package needs torch. It
+needs LeRobot only to write a `LeRobotDataset`.
 """
 
 from geartrain.errors import MissingDependencyError

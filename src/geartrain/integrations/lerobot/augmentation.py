@@ -1,4 +1,4 @@
-"""Image augmentation of DrQ: random shifts and crops, different ones for each image of a batch."""
+"""Image augmentation of DrQ: random shifts and crops, drawn separately for each image of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of transitions in LeRobot's form, and their concatenation."""
+"""Batches of transitions in LeRobot's format, and their concatenation."""
 
 from __future__ import annotations
 

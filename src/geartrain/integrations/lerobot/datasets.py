@@ -1,4 +1,4 @@
-"""LeRobot datasets: transitions of one, and one of transitions."""
+"""Conversions between LeRobot datasets and transitions, in both directions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class StoredRuns(NamedTuple):
 
     @staticmethod
     def newest(store: Store, index: TransitionIndex, most: int) -> StoredRuns:
-        """Those of all rows, without the oldest transitions where there are more than `most`."""
+        """Runs of all rows; the oldest transitions are left out if there are more than `most`."""
         runs = index.runs()
         excess = index.count() - most
         if excess <= 0:
@@ -169,7 +169,7 @@ def written(
 
 
 def _feature(entry: TransitionEntry) -> dict[str, Any]:
-    """How LeRobot calls it: an image is what has one or three channels in front."""
+    """LeRobot's description of an entry. An entry with one or three channels in front is an image."""
     shape = entry.shape or (1,)
     is_image = len(shape) == 3 and shape[0] in _IMAGE_CHANNELS
     return {"dtype": "image" if is_image else "float32", "shape": shape}

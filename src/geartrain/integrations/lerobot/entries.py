@@ -1,7 +1,7 @@
-"""Entries of transitions: which field of the store a tensor goes to, in which shape and dtype.
+"""Entries of transitions: maps each tensor to a field of the store, with its shape and dtype.
 
-LeRobot stores everything as float32. Here uint8, int8, bool and float16, of which every value is a float32 too, stay as
-they are in the store, and batches are float32 all the same.
+LeRobot stores everything as float32. This buffer stores uint8, int8, bool and float16 as they are, because float32
+represents each of their values exactly. Batches are float32 in any case.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TransitionEntry(NamedTuple):
         raise ArgumentError(f"Unsupported type {type(value)} for {what}: transitions hold tensors and numbers")
 
     def array(self, what: str, value: Any) -> NDArray[Any]:
-        """A value of a transition, as the field has it; not a copy where it is so already.
+        """A transition's value in the field's dtype, without a copy if it has that already.
 
         Raises:
             ArgumentError: it is neither a tensor nor a number. SchemaError: its shape differs from the field's, or
@@ -96,12 +96,12 @@ class TransitionEntry(NamedTuple):
 
 
 class TransitionEntries:
-    """The entries of a buffer's transitions: those of states, the action, those of infos.
+    """Entries of a buffer's transitions: states, action and infos.
 
     Attributes:
-        states: by key.
-        action: the action's.
-        infos: by key; None: transitions have no infos.
+        states: entries of the states, by key.
+        action: entry of the action.
+        infos: entries of the infos, by key; None if transitions have no infos.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class TransitionEntries:
 
     @staticmethod
     def of_transition(state: Any, action: Any, infos: Mapping[str, Any] | None) -> TransitionEntries:
-        """Those of a buffer whose first transition this is.
+        """Entries of a buffer, from its first transition.
 
         Raises:
             ArgumentError: a state is no dict or empty, infos are no dict, a key is no text, or there is something else
@@ -134,7 +134,7 @@ class TransitionEntries:
 
     @staticmethod
     def of_fields(name: str, fields: Mapping[str, Field]) -> TransitionEntries:
-        """Those of a store that another process has made.
+        """Entries of a store that another process has made.
 
         Raises:
             IncompatibleStoreError: it has other fields than a replay buffer of LeRobot's. One of Stable-Baselines3

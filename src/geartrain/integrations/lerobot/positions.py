@@ -1,4 +1,4 @@
-"""Columns of a replay buffer by position in a ring: what one process has added, read when it is asked for."""
+"""Columns of a replay buffer by position in a ring: transitions that this process added, read on access."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _BYTES_AT_ONCE = 16 << 20
 
 
 class PositionColumn:
-    """One field of the newest `capacity` transitions that this process has added; indexed as a tensor (capacity, ...).
+    """One field of the newest `capacity` transitions that this process added, indexed like a tensor (capacity, ...).
 
-    `column[3]`, `column[:100]` and `column[positions]` are tensors: copies, of the positions that were asked for alone.
-    The whole column is read where an index begins with `...` or None, or is a mask of several axes; and by `==`, which
-    compares with a tensor, an array, a number or another column. Positions that nothing was added to yet are zeros.
+    `column[3]`, `column[:100]` and `column[positions]` return tensors, which are copies of these positions alone. Three
+    operations read the whole column: an index that begins with `...` or None, a mask with several axes, and `==`. `==`
+    compares with a tensor, an array, a number or another column. Positions without a transition yet are zeros.
 
     Raises:
         ArgumentError: an index that a tensor does not take, or a comparison with something else. IndexError: a position
@@ -72,7 +72,7 @@ class PositionColumn:
         return _indexed(self._at(read), (torch.from_numpy(place.reshape(positions.shape)), *rest))
 
     def _at(self, positions: NDArray[np.int64]) -> torch.Tensor:
-        """What is at positions of any shape, (*positions.shape, ...)."""
+        """Values at positions of any shape, (*positions.shape, ...)."""
         return self._as_tensor(self._read(positions.reshape(-1))).reshape((*positions.shape, *self.shape[1:]))
 
     def _read(self, positions: NDArray[np.int64]) -> NDArray[Any]:

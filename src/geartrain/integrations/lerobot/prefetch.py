@@ -1,4 +1,4 @@
-"""Prefetch of batches: a thread that samples ahead of the loop that trains on them."""
+"""Prefetch of batches: a thread that samples ahead of the training loop."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ class _Error:
 
 
 class _Queue:
-    """What the thread and its reader share; it does not know the reader, which may so be collected.
+    """State that the prefetch thread shares with its reader.
 
-    The garbage collector may end it in any thread and in the middle of any call, which may hold the very locks that
-    sampling waits for. So `stop` waits for none: a `SimpleQueue` may be put to from there.
+    It has no reference to the reader, so the reader can be garbage-collected while the thread runs.
+
+    The garbage collector may call `stop` in any thread, in the middle of a call that holds locks needed by sampling. So
+    `stop` must not wait for a lock. It puts into a `SimpleQueue`, which is safe there.
     """
 
     _END: Any = object()
@@ -98,14 +100,15 @@ def _end_all() -> None:
 
 
 class BatchPrefetch:
-    """An endless iterator of batches that a thread of its own has sampled; `close` ends the thread.
+    """An endless iterator of batches that a background thread samples. `close` ends the thread.
 
-    Dropping the iterator ends the thread as well, after the batch that it is making, and does not wait for that.
+    Dropping the iterator also ends the thread, after its current batch, and does not wait for it.
 
     Args:
-        sample: makes a batch.
-        size: batches that are kept ready.
-        about_to_wait: called before a wait; it raises where this thread has what the one that samples waits for.
+        sample: function that returns a batch.
+        size: number of batches to keep ready.
+        about_to_wait: function called before a wait. It raises if the calling thread holds a lock that sampling waits
+            for.
 
     Raises:
         GeartrainError: from `next`, in a forked child: the thread stayed with the parent. What `sample` raises is

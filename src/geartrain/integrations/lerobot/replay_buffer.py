@@ -1,4 +1,4 @@
-"""LeRobot's replay buffer, with its transitions in a store: `LeRobotReplayBuffer`."""
+"""LeRobot's replay buffer with its transitions in a store: `LeRobotReplayBuffer`."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ class LeRobotReplayBuffer:
         while True:
             yield self.sample(batch_size)
 
-    # --- what is there ----------------------------------------------------------------------------------------
+    # --- contents ---------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Number of transitions, added by all processes; `capacity` at most."""

@@ -2,10 +2,8 @@
 
     from geartrain.integrations.rlinf import TrajectoryReplayBuffer
 
-    buffer = TrajectoryReplayBuffer(seed=1234, sample_window_size=100)
-
-Trajectories are rows, observations are stored once, and other processes of the host can add to the buffer and sample
-from it. It needs torch, and not RLinf.
+Trajectories are rows, and observations are stored once. Other processes of the host can add to the buffer and sample
+from it. The package needs torch, but not RLinf.
 """
 
 from geartrain.errors import MissingDependencyError

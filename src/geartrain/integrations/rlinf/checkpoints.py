@@ -1,4 +1,4 @@
-"""Trajectories of checkpoints: those of a store that was saved, and those of RLinf's files."""
+"""Loads trajectories for a buffer: from a saved store, or from RLinf's own checkpoint files."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class SavedTrajectories(NamedTuple):
     """Trajectories to load, oldest first.
 
     Attributes:
-        number: of the last one, from 1.
-        total: samples that were added up to its last one.
-        sizes: samples of each.
-        each: the trajectories; may be gone through once.
+        number: number of the last trajectory, from 1.
+        total: samples added up to and including the last trajectory.
+        sizes: samples of each trajectory.
+        each: the trajectories, as an iterator.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Episodes of LeRobot datasets as trajectories of one environment."""
+"""Reads episodes of LeRobot datasets as trajectories of one environment."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ class SampleDraws:
     """Draws batches from a store, one native call each.
 
     Args:
-        store: with the fields of `layout`.
-        layout: of its rows.
-        seed: gives a seed, and is called before the first batch of each size.
+        store: store with the fields of `layout`.
+        layout: layout of its rows.
+        seed: function that returns a seed, called before the first batch of each size.
     """
 
     def __init__(self, store: Store, layout: SampleLayout, seed: Callable[[], int]) -> None:

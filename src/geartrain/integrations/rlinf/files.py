@@ -1,4 +1,4 @@
-"""RLinf's files of trajectories: a `.pt` file each, `metadata.json` and `trajectory_index.json`."""
+"""RLinf's checkpoint files: one `.pt` file for each trajectory, `metadata.json` and `trajectory_index.json`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TrajectoryFiles:
 
     Attributes:
         folder: where they are.
-        metadata: of `metadata.json`; empty where there is none.
+        metadata: contents of `metadata.json`; empty if there is none.
 
     Raises:
         CheckpointError: damaged files.
@@ -134,7 +134,7 @@ def _by_step(values: Any, shape: Sequence[int]) -> Any:
 
 
 def _saved(value: Any) -> Any:
-    """What is written of an attribute: tensors of their own memory."""
+    """An attribute in the form written to files: tensors with memory of their own."""
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu().contiguous()
         return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()
@@ -159,7 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes an object, in the place of what was there at once."""
+    """Writes an object as JSON and replaces an existing file in one step."""
     part = path.with_name(f"{path.name}.part")
     with part.open("w") as file:
         json.dump(content, file)

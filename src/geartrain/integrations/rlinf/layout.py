@@ -1,17 +1,17 @@
-"""Layout of trajectories in a store: a trajectory is a row, and its samples are steps of that.
+"""Layout of trajectories in a store: each trajectory is a row, and its samples are steps of the row.
 
-Step s of a row holds the observation that a sample led to, and what else belongs to it: action, rewards, flags. One
-that does not continue the one before has a step without TRANSITION in front, which holds an observation alone. So a
-sample is a window of two steps, and an observation is stored once. The environments of a trajectory follow each other,
-here o0 to o3 of one and p0 to p2 of the next:
+A sample is a window of two steps, so an observation is stored once. Step s holds the observation that the sample led
+to, and the sample's other entries: action, rewards, flags. If a sample does not continue the previous one, a step
+without TRANSITION comes first, which holds only an observation. The environments of a trajectory follow each other.
+Here o0 to o3 belong to one environment and p0 to p2 to the next:
 
     step      0       1        2        3        4       5       6
     obs      o0      o1       o2       o3       p0      p1      p2
     actions   -      a0       a1       a2        -      b0      b1
     flags     0      TRANSITION ...              0      TRANSITION ...
 
-Where trajectories have no observations, or few that continue, every step is a sample and both observations are its own.
-A trajectory that is longer than a row takes several.
+There is a second layout, for trajectories without observations, or whose samples rarely continue each other. There
+every step is a sample with both of its observations. A trajectory that is longer than a row takes several rows.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ class SampleEntry(NamedTuple):
 
 
 class SampleLayout:
-    """Entries of all trajectories of a buffer, and where they lie.
+    """Entries of a buffer's trajectories, and their places in a row.
 
     Attributes:
-        entries: by place. The next observation of a key in `shared` has none: it is the current one's, a step later.
+        entries: entries by place. Next observations of keys in `shared` have no entry: they are the observations one
+            step later.
         shared: keys of observations that are stored once.
         window: steps of a sample.
     """
@@ -88,7 +89,7 @@ class SampleLayout:
 
     @staticmethod
     def of_samples(samples: TrajectorySamples) -> SampleLayout:
-        """That of a buffer whose first trajectory this is."""
+        """Layout of a buffer, from its first trajectory."""
         arrays = samples.arrays
         shared = [
             key
@@ -115,7 +116,7 @@ class SampleLayout:
 
     @staticmethod
     def of_fields(name: str, fields: Mapping[str, Field]) -> SampleLayout:
-        """That of a store which is there.
+        """Layout of an existing store.
 
         Raises:
             IncompatibleStoreError: it has other fields.
@@ -270,11 +271,12 @@ class SampleLayout:
 
 
 class TrajectoryPart(NamedTuple):
-    """Samples `first` to `end` of a trajectory, environment by environment, and their steps in one row.
+    """Part of a trajectory in one row: samples `first` to `end`, environment by environment, and their steps.
 
     Attributes:
         length: steps of the row.
-        places: the samples' steps; None where they are the whole trajectory, and no environment's begin anew.
+        places: steps of the samples. None if they are the whole trajectory, and each sample continues the previous one
+            of its environment.
     """
 
     first: int

@@ -1,4 +1,4 @@
-"""RLinf's replay buffer of trajectories, with its trajectories in a store: `TrajectoryReplayBuffer`."""
+"""RLinf's replay buffer with its trajectories in a store: `TrajectoryReplayBuffer`."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ class TrajectoryReplayBuffer:
         """
         return self.sample(num_chunks)
 
-    # --- what is there ----------------------------------------------------------------------------------------
+    # --- contents ---------------------------------------------------------------------------------------------
 
     def _counted(self) -> tuple[int, int]:
         return (0, 0) if self._join() is None else self._rows.counted()
@@ -447,7 +447,7 @@ class TrajectoryReplayBuffer:
             self._restore(SavedTrajectories.of_store(held, part, self._kept))
 
     def _restore(self, saved: SavedTrajectories) -> None:
-        """Puts these trajectories in the place of those that are there."""
+        """Replaces the present trajectories by these."""
         self.clear()
         number, total = saved.number - len(saved.sizes), saved.total - sum(saved.sizes)
         for samples in saved.each:

@@ -1,4 +1,4 @@
-"""Rows of a store that trajectories are: numbered in the order of additions, the oldest removed."""
+"""Rows that hold a buffer's trajectories: numbered in the order of additions, and removed from the oldest on."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from geartrain.store.store import Store
 
 
 class TrajectoryRows:
-    """The trajectories of a store, of which it keeps the newest. Who adds or removes has the buffer's lock.
+    """Trajectories of a store, which keeps the newest. A caller that adds or removes must hold the buffer's lock.
 
     Args:
-        store: made with `rows_of(kept)` rows and the layout's fields.
-        kept: trajectories that stay.
+        store: store made with `rows_of(kept)` rows and the layout's fields.
+        kept: number of trajectories to keep.
 
     Raises:
         IncompatibleStoreError: the store is of other fields, or of another number of trajectories.
@@ -51,7 +51,7 @@ class TrajectoryRows:
 
     def there(self) -> int:
         """Trajectories that are there."""
-        # Not by np.unique: it imports numpy.ma, of which a forked child would wait for a thread that is not there.
+        # Not np.unique: it imports numpy.ma, and a forked child would wait for the import lock of a missing thread.
         return len(set(self._store.column(NUMBER)[self._store.keys().row].reshape(-1).tolist()))
 
     def samples(self) -> int:
@@ -90,7 +90,7 @@ class TrajectoryRows:
                 block[NUMBER], block[TOTAL] = number, total
 
     def trim(self, before: RowsNow, newest: int) -> None:
-        """Removes the oldest trajectories, where there are too many.
+        """Removes the oldest trajectories if there are too many.
 
         Args:
             before: the rows before the last insertions.
@@ -108,7 +108,7 @@ class TrajectoryRows:
 
 
 class RowsNow(NamedTuple):
-    """Rows of trajectories, with their trajectories' numbers; and the number of the newest, and samples up to it."""
+    """Rows of trajectories with their trajectories' numbers, the newest number, and the count of samples up to it."""
 
     row: NDArray[np.uint32]
     generation: NDArray[np.uint32]
@@ -118,7 +118,7 @@ class RowsNow(NamedTuple):
 
 
 def rows_of(kept: int) -> int:
-    """Rows of a store for so many trajectories: some more, for those that are written."""
+    """Rows of a store for so many trajectories, with a few more for trajectories being written."""
     return kept + 2 + kept // 16
 
 

@@ -1,4 +1,4 @@
-"""Samples of a trajectory: the tensors of T steps of B environments that a replay buffer keeps, (T, B, ...) each."""
+"""Samples of a trajectory: the tensors (T, B, ...) of T steps of B environments that a replay buffer keeps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Place = tuple[str, ...]
 
 
 class TrajectorySamples(NamedTuple):
-    """Tensors of one trajectory by place: (T, B, ...), as NumPy arrays, and the torch dtypes they have."""
+    """Tensors (T, B, ...) of one trajectory by place, as NumPy arrays, with their torch dtypes."""
 
     steps: int
     environments: int

@@ -2,10 +2,8 @@
 
     from geartrain.integrations.sb3 import ReplayBuffer
 
-    model = SAC("MlpPolicy", "Pendulum-v1", replay_buffer_class=ReplayBuffer)
-
-Observations are stored once, other processes of the host can add to the buffer and sample from it, and transitions are
-what was added: an episode that was cut off never leads into the next one.
+Observations are stored once. Other processes of the host can add to the buffer and sample from it. A next observation
+is always the one that was added, so an interrupted episode never leads into the next one.
 """
 
 from geartrain.errors import MissingDependencyError

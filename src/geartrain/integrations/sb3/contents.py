@@ -1,4 +1,4 @@
-"""Contents of a replay buffer: arrays by position, flags that can be set, and what a pickle holds."""
+"""Contents of a replay buffer: arrays by position, flags that can be set, and the state that a pickle holds."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ def _steps_of(lengths: NDArray[np.uint32]) -> tuple[NDArray[np.int64], NDArray[n
 
 
 class Positions:
-    """What one writer has added, by position in a ring of `size` and by environment, as Stable-Baselines3 has it.
+    """Transitions of one writer, by position in a ring of `size` and by environment, as in Stable-Baselines3.
 
-    For inspection: every array is a copy, made from the rows when it is asked for.
+    For inspection only: each access makes a new array from the rows.
 
     Args:
-        store: of the transitions.
-        index: of the store.
-        writer: whose transitions.
-        n_envs, size: environments, and positions of each.
+        store: store with the transitions.
+        index: index of the store.
+        writer: the writer of the transitions.
+        n_envs, size: number of environments, and of positions of each.
     """
 
     def __init__(self, store: Store, index: TransitionIndex, writer: TransitionWriter, n_envs: int, size: int) -> None:
@@ -160,7 +160,7 @@ class Positions:
 
 
 class FlagArray:
-    """A flag by position and environment: float32 (size, n_envs), read when it is asked for, and settable."""
+    """A flag by position and environment: float32 (size, n_envs). It is read on access and can be set."""
 
     def __init__(self, positions: Positions, bit: int) -> None:
         self._positions = positions

@@ -1,4 +1,4 @@
-"""DQN of Stable-Baselines3 with prioritized experience replay."""
+"""Stable-Baselines3's DQN with prioritized experience replay."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from geartrain.integrations.sb3.prioritized import PrioritizedReplayBuffer
 
 
 class PrioritizedDQN(DQN):
-    """`stable_baselines3.DQN` whose loss is weighted by, and whose TD errors go back to, a `PrioritizedReplayBuffer`.
+    """`stable_baselines3.DQN` with a `PrioritizedReplayBuffer`: weights its loss and updates priorities by TD errors.
 
     Args:
         policy, env, learning_rate, gamma, options: as of `DQN`.
-        n_steps: of returns. As `gamma` it is given to the buffer.
+        n_steps: steps of returns. Both `n_steps` and `gamma` are passed to the buffer.
         replay_buffer_class: `PrioritizedReplayBuffer` or a class derived from it.
         replay_buffer_kwargs: `alpha`, `beta`, `final_beta`, `min_priority`, and those of `ReplayBuffer`.
 

@@ -28,15 +28,15 @@ _ACHIEVED, _DESIRED = "achieved_goal", "desired_goal"
 class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
     """`stable_baselines3.HerReplayBuffer` over a store; see `ReplayBuffer`.
 
-    Transitions of completed episodes are drawn, every one as likely as any other, whichever process has added them.
-    Goals are drawn from NumPy's global generator.
+    Transitions of completed episodes of all processes are drawn, each with the same probability. Goals are drawn from
+    NumPy's global generator.
 
     Args:
         env: the training environment, whose `compute_reward` gives the rewards of other goals.
-        n_sampled_goal: transitions with other goals for each one as it was.
+        n_sampled_goal: number of relabelled transitions for each one with its original goal.
         goal_selection_strategy: "future", "final" or "episode".
-        copy_info_dict: keep infos and pass them to `compute_reward`; in `info_bytes` each, 1024 by default. Without
-            "terminal_observation".
+        copy_info_dict: keep infos, without "terminal_observation", and pass them to `compute_reward`. Each takes
+            `info_bytes`, by default 1024.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Rows of a saved replay buffer, joined: what a writer's environment added goes into full rows.
+"""Joins the short rows of a saved replay buffer: each environment's transitions are packed into full rows.
 
-Each load of a buffer begins new rows, so a buffer that is saved and loaded again and again would hold nothing but the
-short rows that were being written when it was saved.
+Each load of a buffer begins new rows, and a save leaves the rows in progress short. Without joining, a buffer that is
+saved and loaded repeatedly would end up with short rows alone.
 """
 
 from __future__ import annotations

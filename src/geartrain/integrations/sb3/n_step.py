@@ -20,11 +20,11 @@ from geartrain.selection.arguments import check_number
 class NStepReplayBuffer(ReplayBuffer, stock.NStepReplayBuffer):
     """`stable_baselines3.common.buffers.NStepReplayBuffer` over a store; see `ReplayBuffer`.
 
-    Rewards are summed up to the end of the episode at most, and never across what was not added as one episode. The
-    newest n_steps - 1 transitions of an environment are drawn once n_steps have been added from there.
+    Rewards are summed at most to the end of the episode. A sum never crosses transitions that were not added as one
+    episode. The newest n_steps - 1 transitions of an environment are drawn once n_steps have been added after them.
 
     Args:
-        n_steps: rewards that are summed up.
+        n_steps: number of rewards to sum.
         gamma: discount of a step, from 0 to 1.
     """
 

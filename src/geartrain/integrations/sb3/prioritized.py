@@ -1,4 +1,4 @@
-"""Prioritized experience replay for Stable-Baselines3: `PrioritizedReplayBuffer`, which it lacks."""
+"""Prioritized experience replay for Stable-Baselines3, which has none of its own: `PrioritizedReplayBuffer`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DRAW = "drawn.draw"
 
 
 class PrioritizedReplayBufferSamples(NamedTuple):
-    """`ReplayBufferSamples` of Stable-Baselines3, also of dict observations, with importance weights and keys."""
+    """`ReplayBufferSamples` of Stable-Baselines3 with importance weights and keys, also for dict observations."""
 
     observations: Any
     actions: torch.Tensor
@@ -43,11 +43,11 @@ class PrioritizedReplayBufferSamples(NamedTuple):
 class PrioritizedReplayBuffer(NStepReplayBuffer):
     """Proportional prioritized experience replay (Schaul et al., 2016) over a store; see `ReplayBuffer`.
 
-    A transition is drawn in proportion to (|td_error| + min_priority) ** alpha, exactly, from a sum tree in shared
-    memory: any process that has the buffer open draws by what any other has set. A new transition has the largest
-    priority that any of them has set so far, and 1 before the first.
+    A transition is drawn with a probability exactly proportional to (|td_error| + min_priority) ** alpha. The sum tree
+    is in shared memory, so all processes see each other's priorities. A new transition gets the largest priority that
+    any process has set so far, and 1 before the first.
 
-    An algorithm has to weight its loss and to give the errors back, which those of Stable-Baselines3 do not;
+    The algorithm must weight its loss and pass the TD errors back. Stable-Baselines3's algorithms do not;
     `PrioritizedDQN` does:
 
         batch = buffer.sample(256)
@@ -56,15 +56,15 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
 
     Args:
         alpha: how much priorities count: 0 for uniform draws.
-        beta: of the importance weights (N * probability) ** -beta, 1 for a full correction; and `final_beta`, which it
-            moves to as `update_priorities` is told of the progress.
-        min_priority: what is added to errors, above 0, so that every transition can be drawn again.
-        n_steps: rewards that are summed up, as in `NStepReplayBuffer`; with 1, the default, a batch has no `discounts`.
+        beta: exponent of the importance weights (N * probability) ** -beta; 1 corrects fully. It moves to `final_beta`
+            as `update_priorities` learns the training progress.
+        min_priority: number above 0 that is added to errors, so that every transition can be drawn again.
+        n_steps: number of rewards to sum, as in `NStepReplayBuffer`. With 1, the default, a batch has no `discounts`.
         gamma: discount of a step, with n_steps above 1.
 
     Attributes:
-        beta: that weights are made with now; can be set.
-        max_priority: the |td_error| whose priority transitions that are added get.
+        beta: current exponent of the weights; can be set.
+        max_priority: the |td_error| that gives new transitions their priority.
 
     Raises:
         ArgumentError: numbers out of range.
@@ -158,9 +158,9 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
 
 
 class PrioritizedDraws(TransitionDraws):
-    """Draws of transitions by the priorities of the steps that their windows end at.
+    """Draws transitions by the priorities of their windows' last steps.
 
-    A step whose window begins with no transition never will: it loses its priority when it is first drawn.
+    A window that does not begin with a transition never will later. Its step loses its priority when it is first drawn.
     """
 
     def __init__(self, store: Store, fields: Sequence[str], reach: int) -> None:

@@ -1,4 +1,4 @@
-"""Replay buffers of Stable-Baselines3 whose transitions are in a store: `ReplayBuffer` and `DictReplayBuffer`."""
+"""Stable-Baselines3's replay buffers with their transitions in a store: `ReplayBuffer` and `DictReplayBuffer`."""
 
 from __future__ import annotations
 
@@ -59,27 +59,27 @@ os.register_at_fork(after_in_child=_count_fork)
 class ReplayBuffer(stock.ReplayBuffer):
     """`stable_baselines3.common.buffers.ReplayBuffer` over a store in shared memory.
 
-    Passed as `replay_buffer_class=`. Observations are stored once, with `optimize_memory_usage` or without, and what an
-    episode ended with is never taken for the beginning of another. Batches are drawn by geartrain: every transition is
-    equally likely, and what draws them is seeded from NumPy's global generator with the first batch.
+    Pass it as `replay_buffer_class=`. Observations are stored once, with or without `optimize_memory_usage`. The last
+    observation of an episode is never taken for the first of the next one. Every transition is equally likely. The
+    generator of the draws is seeded from NumPy's global generator with the first batch.
 
     Args:
         buffer_size, observation_space, action_space, device, n_envs, optimize_memory_usage,
             handle_timeout_termination: as in Stable-Baselines3. `optimize_memory_usage` changes nothing, and may be
             combined with the others.
-        store: the name of a store that several processes share, which the first of them creates; or an open
-            `geartrain.Store` of another buffer (`buffer.store`). Without it the buffer has a store of its own.
-        writers: processes that add to it, for which there is room.
-        info_bytes: bytes in which each transition's info is kept, pickled; 0: infos are not kept.
-        reserve: allocate the memory now, so that a lack of it is an error here. With False it is when it is first
-            written to, and the process dies of SIGBUS once /dev/shm is full.
+        store: name of a store that several processes share; the first of them creates it. Or an open `geartrain.Store`
+            of another buffer (`buffer.store`). By default the buffer has its own store.
+        writers: number of processes that may add to it.
+        info_bytes: bytes to store each transition's pickled info; 0 does not keep infos.
+        reserve: allocate the memory now, so that a shortage raises here. With False it is allocated at the first write
+            to it, and the process dies of SIGBUS once /dev/shm is full.
 
     Attributes:
         pos, full: of what this process has added, as in Stable-Baselines3.
         store: the store. Its fields are those of `geartrain.integrations.transitions.layout`.
-        observations, next_observations, actions, rewards: what this process has added, by position and environment:
-            copies, made when they are asked for, of the whole buffer's size.
-        dones, timeouts: the same; they can be set, `buffer.dones[position] = True`, which writes rows anew.
+        observations, next_observations, actions, rewards: transitions that this process added, by position and
+            environment. Each access copies the whole buffer.
+        dones, timeouts: likewise, but they can be set, `buffer.dones[position] = True`, which rewrites rows.
 
     Raises:
         NoSpaceError: /dev/shm is too small. IncompatibleStoreError: the store of that name has other fields,
@@ -146,7 +146,7 @@ class ReplayBuffer(stock.ReplayBuffer):
         self._action_shape = (self.n_envs, self.action_dim)
 
     def _open(self, store: str | Store | None) -> None:
-        """Opens or makes the store, and what reads and writes it."""
+        """Opens or makes the store, with its writer, index and draws."""
         fields = fields_of(self._shapes, ((self.action_dim,), self._action_dtype), self._info_bytes)
         overlap = self.reach
         steps = row_steps(self.buffer_size, overlap)
@@ -424,7 +424,7 @@ class ReplayBuffer(stock.ReplayBuffer):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A buffer with a store of its own, which holds what was saved."""
+        """Makes a buffer with a store of its own, which holds the saved contents."""
         state = dict(state)
         contents, written, largest = state.pop("_contents"), state.pop("_written"), state.pop("_max_stored", 0)
         self.__dict__.update(state)

@@ -8,8 +8,8 @@
         storage=storage, sampler=PrioritizedSampler(alpha=0.6, beta=0.4), writer=RoundRobinWriter(), batch_size=256
     )
 
-Any process of the host that makes the same buffer adds to it and samples from it, prioritized too: items, cursor,
-length and priorities are in the segment.
+Every process of the host that makes the same buffer can add to it and sample from it, also by priority. Items, cursor,
+length and priorities are in the shared segment.
 """
 
 from geartrain.errors import MissingDependencyError

@@ -1,4 +1,4 @@
-"""Indices of a storage's items, and the pieces of rows that they are."""
+"""Indices of a storage's items: conversion of torchrl's index types, and their split into pieces of rows."""
 
 from __future__ import annotations
 

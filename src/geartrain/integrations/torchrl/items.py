@@ -63,7 +63,7 @@ def name_of(key: Any) -> str:
 
 
 def item_of(leaves: Mapping[str, torch.Tensor], batch_size: Sequence[int]) -> Any:
-    """What `leaves_of` took apart: a tensor, or a tensordict of this batch size."""
+    """Rebuilds an item from its leaves: a tensor, or a tensordict of this batch size."""
     if TENSOR in leaves:
         return leaves[TENSOR]
     if next(iter(leaves)).startswith(_TREE):
@@ -138,7 +138,7 @@ def _add_leaves(node: Any, name: str, found: dict[str, torch.Tensor]) -> None:
 
 
 def _tree_of(leaves: Mapping[tuple[str, ...], torch.Tensor]) -> Any:
-    """What `_add_leaves` took apart."""
+    """Rebuilds a tree from its leaves."""
     if () in leaves:
         return leaves[()]
     below: dict[str, dict[tuple[str, ...], torch.Tensor]] = {}

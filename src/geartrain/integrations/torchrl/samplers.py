@@ -1,4 +1,4 @@
-"""Samplers of a torchrl `ReplayBuffer` over a `SharedStorage`: uniform, and prioritized in all of its processes."""
+"""Samplers of a torchrl `ReplayBuffer` over a `SharedStorage`: uniform, and by priorities that processes share."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _FILE = "sampler_metadata.json"
 
 
 class StatelessSampler(Sampler):  # type: ignore[misc]
-    """Base of the samplers that draw by the storage and the buffer's generator alone, and know no alpha.
+    """Base of samplers without alpha. Their draws depend only on the storage and the buffer's generator.
 
     Attributes:
-        with_alpha: the sampler to use instead where priorities are set.
+        with_alpha: the sampler to use instead if priorities are set.
     """
 
     with_alpha = "PrioritizedSampler"
@@ -79,21 +79,21 @@ class UniformSampler(StatelessSampler):
 
 
 class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as TensorDictReplayBuffer asks for
-    """Draws items in proportion to (priority + eps) ** alpha, exactly, by the sum tree in the storage's segment.
+    """Draws items with a probability exactly proportional to (priority + eps) ** alpha, by a shared sum tree.
 
-    Every process that has the storage draws by the priorities that any of them has set. New items have the highest
-    priority that any of them has set so far, whatever sampler the process has that writes them.
+    The sum tree is in the storage's segment, so all processes see each other's priorities. New items get the highest
+    priority that any process has set so far. That holds whatever sampler the writing process has.
 
     Args:
-        max_capacity: accepted as torchrl's sampler has it; the storage's size counts.
+        max_capacity: accepted for compatibility with torchrl; the storage's size counts.
         alpha: how much priorities count: 0 for uniform draws. The same in all processes.
-        beta: of the importance weights.
-        eps: what is added to priorities.
-        reduction: how a `TensorDictReplayBuffer` makes one priority of several, "max" as in torchrl.
+        beta: exponent of the importance weights.
+        eps: number added to priorities.
+        reduction: how a `TensorDictReplayBuffer` reduces several priorities to one, "max" as in torchrl.
 
     Attributes:
-        alpha, beta: can be set. A new alpha raises all stored priorities to the power of the new one by the old one, in
-            one pass; other processes then make their samplers anew, with the new alpha.
+        alpha, beta: can be set. A new alpha raises all stored priorities to the power of new alpha / old alpha, in one
+            pass. Other processes must then make their samplers again with the new alpha.
 
     Raises:
         ArgumentError: numbers out of range.
@@ -204,7 +204,7 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
 
     @property
     def max_size(self) -> int | None:
-        """What was given as max_capacity."""
+        """The `max_capacity` that was passed."""
         return self._max_capacity
 
     @property

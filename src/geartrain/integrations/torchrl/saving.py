@@ -1,4 +1,4 @@
-"""Files of a `SharedStorage`, and items of torchrl's own storages out of their state dicts and files."""
+"""Saves and loads a `SharedStorage`, and reads items from state dicts and files of torchrl's own storages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STORE, _TOLD = "store", "storage_metadata.json"
 
 
 class StoreCheckpointer(TensorStorageCheckpointer):  # type: ignore[misc]
-    """Saves a storage as a checkpoint of its store; or, with save hooks, what they return, as torchrl."""
+    """Saves a storage as a checkpoint of its store. With save hooks it saves what they return, as torchrl does."""
 
     def dumps(self, storage: Any, path: Path) -> None:
         """Saves a storage in a folder."""

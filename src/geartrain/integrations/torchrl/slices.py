@@ -1,4 +1,4 @@
-"""Samplers of trajectory slices over a `SharedStorage`: uniform, and by the priorities that all processes share."""
+"""Samplers of trajectory slices over a `SharedStorage`: uniform, and by priorities that processes share."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ Span = bool | int | tuple[bool | int, bool | int]
 class SliceSampler(StatelessSampler):
     """Draws slices of trajectories: every trajectory equally likely, and in it every place where a slice fits.
 
-    No slice runs over the end of a trajectory, or from the newest item to the oldest. A batch costs as much as it has
-    items: `Trajectories` keeps where trajectories begin, and looks only at items that are new.
+    No slice crosses the end of a trajectory, or continues from the newest item to the oldest. The cost of a batch grows
+    with its items only: `Trajectories` remembers where trajectories begin, and reads only new items.
 
-    Where other processes write to a full storage, they may overwrite its oldest items between the draw and the read;
-    `margin` keeps slices off these.
+    If other processes write to a full storage, they may overwrite its oldest items between the draw and the read.
+    `margin` keeps slices away from these items.
 
     Args:
-        num_slices: slices in a batch, which has to be divisible by it; or
-        slice_len: items in a slice, by which a batch has to be divisible. One of the two.
-        end_key: an entry that says where a trajectory ends; `("next", "done")` where nothing else is given or found.
-        end_keys: several, any of which ends one.
-        traj_key: an entry that is another one for each trajectory, neighbours at least. Without any of the three:
-            `("collector", "traj_ids")` or "episode" where items have it.
-        truncated_key: where the end of a slice is told, beside the items' own "done" and "terminated"; None: nowhere.
-        init_key: where the beginning of a slice is told, if items have such an entry; None: nowhere.
-        strict_length: leave out trajectories that are shorter than a slice; else they are slices as they are.
-        span: steps by which a slice may begin before its trajectory, and end after it; it then has as many items less.
-            True: all but one.
-        margin: the oldest items that no slice has once the storage is full.
+        num_slices: slices in a batch, whose size must be a multiple of it; or
+        slice_len: items in a slice; the batch size must be a multiple of it. Give one of the two.
+        end_key: an entry that is true at the end of a trajectory; `("next", "done")` if nothing else is given or found.
+        end_keys: several such entries; any of them ends a trajectory.
+        traj_key: an entry whose value differs between neighbouring trajectories. Without any of the three:
+            `("collector", "traj_ids")` or "episode" if items have it.
+        truncated_key: entry that marks the end of a slice, in addition to the items' own "done" and "terminated"; None
+            for no mark.
+        init_key: entry that marks the beginning of a slice, if items have such an entry; None for no mark.
+        strict_length: leave out trajectories shorter than a slice. With False they are drawn whole, as shorter slices.
+        span: number of steps by which a slice may begin before its trajectory and end after it. The slice is then
+            shorter by as many items. True: all but one.
+        margin: number of oldest items that no slice contains once the storage is full.
 
     Raises:
         ArgumentError: arguments that do not fit. TypeError: not exactly one of `num_slices` and `slice_len`.
@@ -104,15 +105,15 @@ class SliceSampler(StatelessSampler):
 
 
 class PrioritizedSliceSampler(PrioritizedSampler):
-    """Draws slices of trajectories by the priorities of their first items, exactly, as `PrioritizedSampler` does.
+    """Draws slices of trajectories by the priorities of their first items, exactly as `PrioritizedSampler` draws items.
 
-    Items at which no slice can begin, for the end of their trajectory is too near, are never drawn as first ones.
+    Items too close to the end of their trajectory for a slice are never drawn as first ones.
 
     Args:
-        max_capacity: accepted as torchrl's sampler has it; the storage's size counts.
+        max_capacity: accepted for compatibility with torchrl; the storage's size counts.
         alpha, beta, eps, reduction: as `PrioritizedSampler`.
         num_slices, slice_len, end_key, end_keys, traj_key, truncated_key, init_key, margin: as `SliceSampler`.
-        strict_length: as `SliceSampler`; where False, a slice may also begin where its trajectory does.
+        strict_length: as `SliceSampler`. With False, a slice may also begin at the beginning of its trajectory.
         span: as `SliceSampler`, after the trajectory only.
 
     Raises:
@@ -197,7 +198,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
 
 
 class Slices:
-    """What both samplers share: arguments, trajectories, and what is told of a slice. Arguments as `SliceSampler`."""
+    """Shared by both samplers: arguments, trajectories, and marks of slices. Arguments as `SliceSampler`."""
 
     def __init__(
         self,
@@ -318,7 +319,7 @@ class Slices:
     def marked(
         self, storage: SharedStorage, window: Held, begin: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> tuple[torch.Tensor, dict[Any, torch.Tensor]]:
-        """Indices of slices (n,), and what is told of their ends and beginnings."""
+        """Indices (n,) of the slices' items, and the entries that mark ends and beginnings."""
         ends = np.cumsum(lengths)
         starts = ends - lengths
         index = window.places(np.arange(ends[-1]) + np.repeat(begin - starts, lengths))

@@ -1,4 +1,4 @@
-"""Storage of a torchrl `ReplayBuffer` in shared memory: items by index, in rows of many, with a priority each."""
+"""Storage of a torchrl `ReplayBuffer` in shared memory: items by index, packed into rows, each with a priority."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ from geartrain.store.store import Store
 
 
 class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
-    """A torchrl storage whose items are in a `geartrain.Store`: of one process, or by name of all of a host.
+    """A torchrl storage whose items are in a `geartrain.Store`, which processes of a host can share by name.
 
-    Item i is a step of a row, and stays there: what is set is written in place, and a reader gets an item as it was
-    before or as it is afterwards. The store is made with the first item, whose entries, shapes and dtypes all others
-    have. Batches are copies in the CPU's memory.
+    Item i is always the same step of the same row. `set` writes it in place, and a reader gets the item either before
+    or after the write. The store is made with the first item. All others must have its entries, shapes and dtypes.
+    Batches are copies in the CPU's memory.
 
     Args:
-        max_size: items; with several axes cells, rounded up to a whole number of entries along the first axis.
-        ndim: axes of the storage. With 2 or more an entry along the first, of time, has as many items as the first one
-            that comes, of all environments of a step: (T, B, ...). All processes have the same.
-        store: the name of a store that several processes share; the first that writes makes it. Without one the storage
-            is shared by pickling, and once it holds an item by forking. The store is removed with the last process that
-            has used it, or, where a storage without a name was pickled before its first item, with that storage.
-        scratch_dir: a folder for the store's file, on a disk for example, in the place of a name.
-        existsok: whether the file may be there already: the storage then has its items. Without, the first write raises
+        max_size: number of items. With several axes it counts cells, rounded up to whole entries along the first axis.
+        ndim: number of axes. With 2 or more, the first axis is time, and an entry along it has the items of all
+            environments of a step: (T, B, ...). The first entry determines their number. The same in all processes.
+        store: name of a store that several processes share; the first that writes makes it. A storage without a name is
+            shared by pickling, and after its first item by forking. The last process that used the store removes it.
+            But if a storage without a name was pickled before its first item, the store is removed with that storage.
+        scratch_dir: folder for the store's file, for example on a disk; an alternative to a name.
+        existsok: accept an existing file, whose items the storage then has. With False the first write raises
             `RuntimeError`.
-        auto_cleanup: whether the store is removed with the last process that uses it; by default unless it is a file.
+        auto_cleanup: remove the store with the last process that uses it. By default True, unless it is a file.
         timeout_s: longest wait for another process that writes.
         reserve: allocate the memory when the store is made, as in `geartrain.Store.create`.
 
     Attributes:
         store: the store, or None before the first item.
-        cursor_to_save: what a writer saves of the last checkpoint that has no cursor.
+        cursor_to_save: the cursor that a writer saves with a checkpoint that has none.
 
     Raises:
         ArgumentError: a size or number of axes that is none. IncompatibleStoreError: the store of that name is of other
@@ -216,11 +216,11 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
         self._put(cursor, data, new=set_cursor, moves=set_cursor)
 
     def __setitem__(self, index: Any, data: Any) -> None:
-        """Sets items that are there; raises `IndexError` where there is none."""
+        """Sets existing items; raises `IndexError` if an index has none."""
         self._put(index, data, new=False, moves=False, there=True)
 
     def write_at(self, cursor: Any, data: Any) -> None:
-        """Writes new items at places, as `set`, and leaves the cursor where it is."""
+        """Writes new items at indices, like `set`, without moving the cursor."""
         self._put(cursor, data, new=True, moves=False)
 
     def _put(self, cursor: Any, data: Any, *, new: bool, moves: bool, there: bool = False) -> None:
@@ -268,7 +268,7 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
         return self._shape(True)
 
     def _shape(self, all_of_it: bool) -> tuple[int, ...]:
-        """Entries along each axis: those there is room for, or those there are."""
+        """Entries along each axis: of the whole capacity, or of the present items."""
         tail = self._tail
         return ((self.max_size if all_of_it else len(self)) // prod(tail), *tail)
 
@@ -301,7 +301,8 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
     def __getitem__(self, item: Any) -> Any:
         """As `get`; `[:]` and `[...]` are views of all items, as of torchrl's storages.
 
-        What is written into them is written, without a lock: who reads meanwhile, in any process, may get a part of it.
+        Writes to a view change the storage, without a lock. A process that reads meanwhile may get a part of such a
+        write.
         """
         parts = item if isinstance(item, tuple) and item else (item,)
         if not all(part is Ellipsis or (isinstance(part, slice) and part == slice(None)) for part in parts):
@@ -401,7 +402,7 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
         return torch.from_numpy(found).reshape(entries.shape).to(entries.device)
 
     def _apply_conditional_patch(self, index: torch.Tensor, patch: Mapping[Any, torch.Tensor]) -> None:
-        """Writes a patch, and not to what another process has overwritten since `update_if_present` has looked."""
+        """Writes a patch, except to items that another process overwrote since `update_if_present` looked."""
         cells = index.cpu().numpy().astype(np.int64)
         several = cells.ndim > 1
         if several:

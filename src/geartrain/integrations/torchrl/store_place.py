@@ -1,4 +1,4 @@
-"""Where the store of a torchrl storage lies, who makes it, and with which process it is removed."""
+"""Store of a torchrl storage: its name or file, the process that creates it, and the process that removes it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _FILE = "items.store"
 
 
 class StorePlace:
-    """The name of a storage's store, and what is agreed about it before it is there.
+    """Name of a storage's store, and the settings that are fixed before the store exists.
 
-    A storage that is pickled before its first item owns the store that another process makes: that store stays, also
-    when its maker has ended, until the owner closes its storage or ends. Others see by a small store next to it,
-    which is the owner's alone, whether the owner lives; what a killed owner leaves the next one of the host removes.
+    If a storage is pickled before its first item, another process may make the store, but this storage owns it. The
+    store then stays after its maker has ended, until the owner closes the storage or ends. The owner holds a small
+    store next to it, which shows other processes whether the owner is alive. After a killed owner, the next owner on
+    the host removes both.
 
     Args:
         store: name of the store, or None.
         scratch_dir: a folder for its file, or None.
-        existsok: whether the file may be there already.
-        auto_cleanup: whether it is removed with the last process that uses it; None: unless it is a file.
+        existsok: whether the file may exist already.
+        auto_cleanup: whether the last process that uses the store removes it; None: unless it is a file.
 
     Attributes:
         name: of the store, or None. folder: `scratch_dir`.
@@ -119,7 +120,7 @@ class StorePlace:
                 self.folder.rmdir()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what only the owner has."""
+        """State without the owner's finalizer."""
         return self.__dict__ | {"_release": None}
 
     def _taken(self) -> RuntimeError:
@@ -130,7 +131,7 @@ class StorePlace:
 
 
 def new_name() -> str:
-    """A name for a store that was given none. Removes what killed owners have left."""
+    """A random name for an unnamed storage. Also removes stores of killed owners."""
     first = Path(_native.segment_path(_PREFIX))
     for path in shared_files(f"{first.name}*{_OWNER}", first.parent):
         with suppress(GeartrainError, OSError):  # another user's, another build's, or removed meanwhile
@@ -143,7 +144,7 @@ def new_name() -> str:
 
 
 def _is_used(name: str) -> bool:
-    """Whether a living process uses a store; False where there is none."""
+    """Whether a living process uses a store; False if it does not exist."""
     try:
         with Store.open(name, mode="r", adopt=True) as store:
             return bool(store.native.live_clients())
@@ -158,7 +159,7 @@ def _remove(name: str) -> None:
 
 
 def _leave(name: str, owner: Store, pid: int) -> None:
-    """Removes what others have made for an owner, and the small store that is its own."""
+    """Removes the store that another process made for an owner, and the owner's own small store."""
     if os.getpid() != pid:  # a forked child's copy
         return
     with suppress(GeartrainError, OSError), Store.open(name, mode="r", adopt=True) as store:

@@ -1,4 +1,4 @@
-"""Items of a torchrl storage in a `geartrain.Store`: rows of many items, their places, and what all processes share."""
+"""Items of a torchrl storage in a `geartrain.Store`: their rows and places, and the state that processes share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from geartrain.store.store import Store
 _ROW_ITEMS, _BYTES_AT_ONCE = 512, 1 << 24
 # Items whose priorities are set at once, or that are copied.
 _PIECE = 1 << 16
-# Fields of a row that are the storage's own; those of the first row count.
+# Fields of the storage itself. Only the first row's values count.
 _PLACE, _STATE, _HIGHEST = OWN + "place", OWN + "state", OWN + "highest"
 #: A field of each item: how often it was written, where a writer tracks that.
 GENERATION = OWN + "generation"
@@ -42,14 +42,14 @@ SIZE, LENGTH, CURSOR, WRITES, BATCH_DIMS, ADDED, REWRITES, REVISION = range(8)
 
 
 class StoredItems:
-    """Items by number, from 0, in a store that several processes may share. What is written is written in place.
+    """Items by number, from 0, in a store that several processes may share. Writes are in place.
 
-    An item here is a cell of a storage of several axes: item i is step i % length of row i // length.
+    If the storage has several axes, an item here is one cell. Item i is step i % length of row i // length.
 
     Args:
         max_size: items; where there are `axes`, rounded up to a whole number of entries along the first one.
         axes: of the storage. Those after the first are told when the store is made.
-        place: where the store is, or is to be.
+        place: where the store is, or will be.
         timeout_s: longest wait for another process that writes.
         reserve: as in `geartrain.Store.create`.
 
@@ -98,7 +98,7 @@ class StoredItems:
         return True
 
     def adopt(self, store: Store) -> None:
-        """Takes an open store; raises where it is none of a storage of this size."""
+        """Takes an open store; raises if it does not belong to a storage of this size."""
         try:
             if _STATE not in store.fields or not store.per_step:
                 raise IncompatibleStoreError(f"the store {store.name!r} is none of a torchrl storage")
@@ -342,7 +342,7 @@ class StoredItems:
             self.store.update_priorities(self.keys_at(index), np.zeros(len(index)))
 
     def take(self, saved: StoredItems) -> None:
-        """Items, priorities and cursor of others in the place of those there are.
+        """Replaces items, priorities and cursor by another storage's.
 
         Raises:
             SchemaError: they have other fields.

@@ -1,4 +1,4 @@
-"""Trajectories of a `SharedStorage`: where they begin, kept up to date by what was written since the last look."""
+"""Trajectories of a `SharedStorage`: finds where they begin, by reading the items written since the last call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END_KEY = "next.done"
 
 @dataclass
 class Held:
-    """Items of a storage, oldest first, as numbers that count all that were ever added: from `first` to `end` - 1."""
+    """Items of a storage, oldest first, numbered `first` to `end` - 1 by the count of all items ever added."""
 
     first: int
     end: int
@@ -44,11 +44,11 @@ class Held:
 
 
 class Trajectories:
-    """Where the trajectories of a storage begin.
+    """Finds where the trajectories of a storage begin.
 
-    They are found in the entry that names them, or in those that say where one ends. What is kept is 8 bytes a
-    trajectory. A look costs as much as there is new: one read of every item at first, then of those that were added,
-    and of all again after items were set that were there before.
+    They are found by the entry that names them, or by those that mark their ends. Memory is 8 bytes for each
+    trajectory. The first call reads every item, and later calls only items added since. If existing items were set
+    again, the next call reads all of them.
 
     Args:
         trajectory_key: dotted name of an entry that is another one for each trajectory. Without it and `end_keys`:

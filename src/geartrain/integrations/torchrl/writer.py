@@ -1,4 +1,4 @@
-"""Writer of a torchrl `ReplayBuffer` whose cursor all processes share."""
+"""Writer of a torchrl `ReplayBuffer` with one cursor for all processes."""
 
 from __future__ import annotations
 

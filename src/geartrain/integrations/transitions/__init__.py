@@ -1,4 +1,5 @@
-"""Transitions in a store, for the replay buffers of other projects: their layout, writer, index and draws.
+"""Transitions in a store, for the replay buffers of other libraries: their layout, writer, index and draws.
 
-Decision 037 says why they lie as they do. What a project calls them, and when, is in its own package beside this one.
+Decision 037 explains the layout. Each library's own package, next to this one, has its class names and call
+conventions.
 """

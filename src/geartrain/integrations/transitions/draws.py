@@ -18,7 +18,7 @@ from geartrain.selection.strategy import Strategy
 from geartrain.store.store import Store
 
 _LAST = "last"
-# A batch is drawn with a sixteenth more windows, for those that begin an episode or reach beyond their row.
+# Draw a sixteenth more windows, because some begin an episode or reach beyond their row.
 _SPARE = 16
 # So many further batches are drawn for one; then there are too few whole windows.
 _TRIES = 8

@@ -1,7 +1,7 @@
-"""Index of a replay buffer's store: in which row and at which step a transition is, and where episodes begin and end.
+"""Index of a replay buffer's store: finds each transition's row and step, and where episodes begin and end.
 
-What is kept grows with rows and episodes, not with steps. It is made from the store, whoever wrote to it: rows that
-are complete are read once, those that are being written again when they have grown.
+Its memory grows with the number of rows and episodes, not of steps. The index is built from the store, so it includes
+transitions of all processes. It reads a complete row once, and rows in progress again when they have grown.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class TransitionIndex:
         self._ended = b""
 
     def refresh(self) -> None:
-        """Takes in what has changed."""
+        """Updates the index, if rows were added, removed or extended."""
         store = self._store
         keys = store.keys()
         status = store.status(keys)
@@ -176,7 +176,7 @@ class TransitionIndex:
         return self._sums
 
     def find(self, number: NDArray[np.int64]) -> tuple[Keys, NDArray[np.int64]]:
-        """Row and step of transitions; of those that several rows hold, where most follow.
+        """Row and step of transitions. If several rows hold one, the row with the most following steps is chosen.
 
         Raises:
             StaleKeyError: one is not there, or not any more.

@@ -1,16 +1,16 @@
 """Layout of a replay buffer's store: the fields of a step, their flags, and numbers of transitions.
 
-A row is a piece of one environment's stream of steps. Step s of it holds an observation and the transition that led to
-it: the action, the reward and the flags. So a transition is a window of two steps, an observation is stored once, and
-the newest transition is there as soon as it was added:
+A row is a piece of one environment's stream of steps. Step s holds an observation and the transition that led to it:
+action, reward and flags. So a transition is a window of two steps, and each observation is stored once. The newest
+transition can be sampled as soon as it is added.
 
     step      0       1        2        3        4       5        6
     obs      o0      o1       o2       o3       o0'     o1'      o2'       o3 ended an episode, o0' begins the next one
     action    -      a0       a1       a2        -      a0'      a1'
     flags     0      TRANSITION ...    | DONE    0      TRANSITION ...
 
-A step without TRANSITION holds an observation alone: the first one of an episode, or of whatever does not continue what
-was added before. A full row ends with a step of zeros, and the next one repeats its last steps.
+A step without the flag TRANSITION holds an observation alone. It begins an episode, or any stream that does not
+continue the step before it. A full row ends with a step of zeros, and the next row repeats its last steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writer of transitions: steps of n environments into a replay buffer's store, one native call for all of them."""
+"""Writer of transitions: adds one step of n environments to a replay buffer's store with one native call."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TransitionWriter(RecorderPriority):
         self._begun = True
 
     def cut(self) -> None:
-        """Ends the rows that are being written; what is added next begins new ones."""
+        """Ends the rows in progress. The next transitions begin new ones."""
         self._recorder.cut()
         self._begun = False
 

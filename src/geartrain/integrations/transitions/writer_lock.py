@@ -1,4 +1,4 @@
-"""Lock of those who write to a store: one thread of one process at a time."""
+"""Writer lock of a store: only one thread of one process writes at a time."""
 
 from __future__ import annotations
 

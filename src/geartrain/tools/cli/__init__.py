@@ -1,6 +1,6 @@
 """Command line: inspect and remove stores, import and export datasets, run jobs, plan, benchmark.
 
-`app.py` is the application; every other file registers subcommands, in the order of the help.
+`app.py` is the application. Every other file registers subcommands, in the order of the help.
 """
 
 import geartrain.tools.cli.import_dataset as importing  # noqa: F401, I001

@@ -1,13 +1,14 @@
 """Typer application, and the mapping of errors to lines and exit codes.
 
-A command checks all of its arguments before it begins to work. A refusal is one line on stderr and
+A command checks all of its arguments before it begins to work. If it fails, it prints one line on stderr and exits with
+one of these codes:
 
-    2    for a wrong argument: one that no state of this machine makes right (`ArgumentError`, or typer's own checks)
-    1    for what goes wrong in operation: a file or store that is not there or holds something else, a lost peer
-    130  after Ctrl-C
-    143  after SIGTERM, of a command that cleans up before it ends (`ended_by_sigterm`)
+    1    the operation failed: a file or store is missing or holds something else, or a peer is lost
+    2    an argument is wrong in any state of this machine (`ArgumentError`, or typer's own checks)
+    130  Ctrl-C
+    143  SIGTERM, in a command that cleans up before it ends (`ended_by_sigterm`)
 
-Commands raise; `_Commands.main` alone maps errors.
+Commands raise exceptions. Only `_Commands.main` maps them to codes.
 """
 
 from __future__ import annotations

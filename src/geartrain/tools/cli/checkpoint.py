@@ -1,4 +1,4 @@
-"""`geartrain checkpoint`: a store saved once, or every so often, while its job runs."""
+"""`geartrain checkpoint`: saves a store once, or at intervals while its job runs."""
 
 from __future__ import annotations
 

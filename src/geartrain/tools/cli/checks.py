@@ -1,4 +1,4 @@
-"""Checks of options that name files, made while the command line is parsed: before any work."""
+"""Checks of options that name files, made while the command line is parsed and before any work begins."""
 
 from __future__ import annotations
 

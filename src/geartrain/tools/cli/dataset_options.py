@@ -1,4 +1,4 @@
-"""What `geartrain import` and `geartrain export` share: options, and errors in the command line's words."""
+"""Shared by `geartrain import` and `geartrain export`: options, and errors that name command-line options."""
 
 from __future__ import annotations
 

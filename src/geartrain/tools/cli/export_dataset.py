@@ -1,4 +1,4 @@
-"""`geartrain export`: export of a store or checkpoint as a dataset of another format."""
+"""`geartrain export`: exports a store or checkpoint as a dataset of another format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`geartrain generate`: a job's description as files for schedulers."""
+"""`geartrain generate`: writes a job's description as files for schedulers (Slurm, Kubernetes)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`geartrain import`: import of a dataset into a store."""
+"""`geartrain import`: imports a dataset into a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`geartrain reducer` and `geartrain launch`: long-running processes."""
+"""`geartrain reducer` and `geartrain launch`: commands that keep running."""
 
 from __future__ import annotations
 

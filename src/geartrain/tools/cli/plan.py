@@ -1,4 +1,4 @@
-"""`geartrain plan`: performance model of a cluster."""
+"""`geartrain plan`: predicts the performance of a cluster."""
 
 from __future__ import annotations
 

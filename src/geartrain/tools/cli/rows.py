@@ -1,4 +1,4 @@
-"""Rows of a store for people: values in words, pixels as pictures on the terminal or in PNG files."""
+"""Shows rows of a store to people: values as text, images on the terminal or as PNG files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from geartrain.store.handle import ROW_STATES
 from geartrain.store.store import Store
 from geartrain.tools.cli.app import escape
 
-#: Smallest edge of what is taken for a picture, and the widest on a terminal, in cells.
+#: Smallest edge of an array shown as a picture, and the widest picture on a terminal, in cells.
 _LEAST, _WIDEST = 8, 64
 #: Gray frames of a stack that are shown beside each other; more are no stack.
 _STACKED = 8

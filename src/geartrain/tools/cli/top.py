@@ -1,4 +1,4 @@
-"""`geartrain top`, `metrics` and `trace`: what this host's stores and jobs do, what waits, and because of whom."""
+"""`geartrain top`, `metrics` and `trace`: the activity of this host's stores and jobs, their waits and the causes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Performance model of all-reduce: time on a network, the best shares, and the number of reducers worth their price.
+"""Performance model of all-reduce: time on a network, the best shares, and the cheapest number of reducers.
 
-Every share of an array has one owner, which receives it from all workers, sums it and returns the sum. A worker that
-owns the fraction x of K bytes moves K (1 + (N - 2) x) each way, a reducer that owns y moves K N y; the best shares
-follow in closed form (`native/collectives/share_planner.h`). From Python:
+An array is split into shares. The owner of a share receives it from all workers, sums it and returns the sum. Let K be
+the array's bytes and N the number of workers. A worker that owns the fraction x moves K (1 + (N - 2) x) bytes each way.
+A reducer that owns the fraction y moves K N y. The best shares follow in closed form
+(`native/collectives/share_planner.h`). From Python:
 
     from geartrain.tools.plan.allreduce import Network, plan
 
@@ -20,7 +21,7 @@ The algorithms, for N workers behind links of B bytes a second:
 | dedicated | K, if there are enough reducers | 2 |
 | hybrid | K (1 + (N - 2) x) | 2 |
 
-A hop costs half a round trip. Not in the model: headers (4.5 % for TCP over Ethernet), the processors' time to sum,
+A hop costs half a round trip. The model leaves out headers (4.5 % for TCP over Ethernet), the processors' time to sum,
 other traffic, and stragglers.
 """
 
@@ -50,11 +51,11 @@ MOST_REDUCERS = 10_000
 
 @dataclass(frozen=True)
 class Network:
-    """Links, in bytes a second, each way at once, and an array.
+    """Links, in bytes a second in each direction at the same time, and the array to reduce.
 
     Attributes:
-        workers, reducers: a rate for each of them.
-        nbytes: of the array.
+        workers, reducers: the rate of each worker's and each reducer's link.
+        nbytes: size of the array.
         rtt_s: the time of a round trip between any two of them.
     """
 
@@ -84,8 +85,8 @@ class Cost:
         worker_bytes: of the worker that moves most, each way.
         busiest_bytes: of the worker or reducer that moves most.
         hops: sequential one-way delays.
-        latency_s: of those.
-        seconds: of all, bytes and latency.
+        latency_s: time of the hops.
+        seconds: total time, of bytes and latency.
     """
 
     algorithm: str
@@ -103,8 +104,8 @@ class AllReducePlan:
     """The best shares of an all-reduce, their time, and the costs of all algorithms.
 
     Attributes:
-        shares: the fraction that each owns, workers first; for `Group(shares=...)`.
-        moved: bytes of each, each way.
+        shares: the fraction that each process owns, workers first; for `Group(shares=...)`.
+        moved: bytes that each process moves, each way.
         seconds: with latency.
         costs: of every algorithm on this network; dedicated where there are reducers.
         needed, needed_dedicated: reducers like the slowest given one (or like the slowest worker, where none is given)

@@ -1,4 +1,4 @@
-"""An all-reduce's plan as text, JSON and a plot."""
+"""Shows the plan of an all-reduce as text, JSON and a plot."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Performance model of distributed replay: bytes, times and the bottleneck of a cluster.
 
-A batch of B rows of r bytes is drawn from W hosts' shards and goes to D = W x G ranks, B / D rows each. Per batch, on
-every rank, sequential on the replay's own thread:
+A batch has B rows of r bytes. They are drawn from the shards of W hosts. Each of the D = W x G ranks gets B / D rows.
+Every rank does these stages for each batch, one after the other on the replay's prefetch thread:
 
 | stage | time |
 |---|---|
@@ -11,16 +11,19 @@ every rank, sequential on the replay's own thread:
 | fetch | B / D rows at the rate of a copy, or of the host's memory shared by its G ranks |
 | exchange | all-to-all: the rows of the host that sends or receives most, over its link or through the transport |
 
-They overlap with training: a step takes the longer of the two. Rows that move:
+The stages overlap with training, so a step takes the longer of the two. The rows that move depend on the assignment:
 
-    local_first   each host trains on its own rows while there are any. Draws per host are multinomial; with equal
-                  shards a host's are X ~ Binomial(B, 1 / W), and W E[max(0, X - B / W)] rows move in all, about
+    local_first   each host trains on its own rows while it has any. Draws per host are multinomial. With equal shards
+                  a host's draws are X ~ Binomial(B, 1 / W), and W E[max(0, X - B / W)] rows move in all, about
                   sqrt(B (W - 1) / (2 pi)) of them
     ordered       rank i trains on slice i: B (W - 1) / W rows move
     central       one host has all rows: B (W - 1) / W rows leave through its one link
 
-Not in the model: other traffic on the links, stragglers, priority updates (they are sent to the rows' hosts, and the
-totals are gathered again), strategies that draw without replacement (fewer rows move) or stratified (hardly any do).
+The model leaves out:
+
+- other traffic on the links, and stragglers
+- priority updates, which are sent to the rows' hosts and need another gathering of the totals
+- strategies that draw without replacement (fewer rows move) or stratified (hardly any rows move)
 """
 
 from __future__ import annotations
@@ -193,7 +196,7 @@ def _rounds(ranks: int) -> int:
 
 
 def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
-    """What a batch takes. Raises `ArgumentError` for an arm there is not."""
+    """Predicts the times and bytes of a batch. Raises `ArgumentError` for an unknown arm."""
     if arm not in ARMS:
         raise ArgumentError(f"there are {', '.join(ARMS)}; found {arm!r}")
     hosts, ranks, batch, r = cluster.hosts, cluster.ranks, cluster.batch, cluster.row_bytes

@@ -1,4 +1,4 @@
-"""Prediction reports: tables, JSON, and known clusters."""
+"""Reports of predictions: tables, JSON, and known clusters."""
 
 from __future__ import annotations
 

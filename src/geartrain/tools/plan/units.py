@@ -1,4 +1,4 @@
-"""Units of links, bytes and times as people write them: 8x100Gbit, 1.2GB, 0.1ms."""
+"""Parses and prints units of links, bytes and times as people write them: 8x100Gbit, 1.2GB, 0.1ms."""
 
 from __future__ import annotations
 

@@ -3,36 +3,37 @@
     with Hosts(4, rate_mbit=200) as hosts:
         workers = [hosts.popen(i, [sys.executable, "train.py"], env={"RANK": str(i)}) for i in range(4)]
 
-Environment of a process in host i:
+A process in host i has this environment:
 
     eth0                10.77.0.(i + 1), a veth whose other end is on the bridge that joins all hosts
     lo                  up, its own; so every port is free in every host
     host0, host1, ...   the names of all hosts, in its /etc/hosts; its own is its hostname
     /dev/shm            its own, shared by the processes of one host only, as on real hosts
 
-Files, processors and memory are the machine's and shared by all.
+All hosts share the machine's files, processors and memory.
 
     host i                        machine
     eth0 [tbf, rate] ===veth=== NAME-i [tbf, rate] --- bridge NAME
 
-Both token buckets hold the host's rate: the one in the host slows what it sends, the other what it receives.
-Offloads stay on, so a "packet" on these links has up to 64 KB and costs less CPU than on a real one.
+Both token buckets have the host's rate. The one in the host limits what it sends, the other what it receives. Offloads
+stay on, so a "packet" on these links has up to 64 KB and costs less CPU than on a real one.
 
-netem, which emulates delay and loss, is missing from many kernels. Where a round trip or losses are requested, the
-hosts' eth0 are TAP devices instead, and a user-space process is the switch (`native/testing/network_switch.h`): it
-delays and drops frames between sites, shapes what a host receives, and forwards each frame of 9,000 bytes:
+Many kernels lack netem, which emulates delay and loss. If you request a round trip or losses, the hosts' eth0 are TAP
+devices, and a user-space process is the switch (`native/testing/network_switch.h`). The switch delays and drops frames
+between sites and limits the rate at which a host receives. Frames have 9,000 bytes:
 
     with Hosts(4, rate_mbit=200, rtt_ms=10, loss=0.0001, sites=[0, 0, 1, 1]) as hosts: ...
 
-Two cores carry about 300 Mbit/s x 8 hosts of either kind; beyond that the machine is the bottleneck, not the network.
-TCP in the hosts is reno: bbr misestimates a token bucket's rate. Metrics of earlier connections are not cached.
+Two cores carry about 300 Mbit/s x 8 hosts, with either kind of link. Beyond that the machine is the bottleneck, not the
+network. TCP in the hosts is reno, because bbr misestimates a token bucket's rate. Metrics of earlier connections are
+not cached.
 
-Needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and the commands ip, tc, unshare and mount. `Hosts.viable()` returns the
-reason where it is not possible.
+The module needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and the commands ip, tc, unshare and mount. If something is
+missing, `Hosts.viable()` returns the reason.
 
-Cleanup: leaving the context, `close` and the end of the interpreter remove everything. Resources of a killed creator
-are removed by the next `Hosts` on the machine, or by `Hosts.remove_stale()`: all of them carry one name, and its
-directory in /dev/shm is locked by the creator, a lock that the kernel releases when the creator dies.
+Leaving the context, `close` and the end of the interpreter remove everything. If the creator was killed, the next
+`Hosts` on the machine removes its resources, and so does `Hosts.remove_stale()`. All resources of some hosts carry one
+name. The creator locks the directory of that name in /dev/shm. The kernel releases the lock when the creator dies.
 """
 
 from __future__ import annotations

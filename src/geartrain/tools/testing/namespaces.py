@@ -1,7 +1,7 @@
-"""Network namespaces of emulated hosts: named, locked, entered, emptied of processes and removed.
+"""Network namespaces of emulated hosts: creates names, runs calls inside, and removes them with their processes.
 
-All namespaces and links of some hosts carry one name, and a directory of that name in /dev/shm is locked by their
-creator. The kernel releases the lock when the creator dies, so that the next one removes what it left.
+All namespaces and links of some hosts carry one name. Their creator locks a directory of that name in /dev/shm. The
+kernel releases the lock when the creator dies. The next creator on the machine then removes the leftovers.
 """
 
 from __future__ import annotations

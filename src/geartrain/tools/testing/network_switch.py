@@ -1,7 +1,8 @@
 """User-space network switch with delay and loss: a child process between the TAP devices of emulated hosts.
 
-The frames are forwarded by `native/testing/network_switch.cc`, which describes a link. Here: the devices, the
-process and its requests. When the process ends, for any reason, the devices end with it; it ends when this one does.
+`native/testing/network_switch.cc` forwards the frames and describes a link. This module opens the devices, starts the
+process and sends it requests. The devices disappear when the switch process ends, for any reason. The switch ends when
+the process that started it ends.
 """
 
 from __future__ import annotations
@@ -58,16 +59,17 @@ def open_tap(name: str) -> int:
 
 
 class Switch:
-    """A running switch. `close` ends it, and so does the end of this process.
+    """A running switch. It ends with `close`, or with this process.
 
     Args:
-        ports: descriptors, a host each; they are the switch's from here on, and closed in this process.
-        rates: bytes a second to each host; 0 for no limit. What hosts send, their own kernels slow.
+        ports: descriptors of TAP devices, one for each host. The switch takes them, and they are closed in this
+            process.
+        rates: bytes a second to each host; 0 for no limit. The hosts' own kernels limit what they send.
         sites: the site of each host; delay and loss are between hosts of different sites.
         delay_s: one way.
         loss: loss probability of a frame.
         queue_s: the longest wait in front of the link to a host; frames that would wait longer are dropped.
-        burst_bytes: what an idle link passes at once.
+        burst_bytes: bytes that an idle link passes at once.
 
     Raises:
         SwitchError: it does not start; carries its output.

@@ -1,8 +1,10 @@
 """Simulated device: an accelerator on the CPU with asynchronous streams, for tests of stream ordering.
 
-By default, work given to a stream runs when a host thread waits for it, or by chance earlier, streams in random order:
-later than on any GPU, so that a missing wait shows as wrong bytes. Freed device memory is reused by the next allocation
-on the same stream, at once, unless another stream that used it is still busy: as torch's allocator does, but always.
+By default, work on a stream runs only when a host thread waits for it. By chance it may run earlier, with streams in
+random order. That is later than on any GPU, so a missing wait shows as wrong bytes.
+
+The next allocation on the same stream reuses freed device memory at once, unless another stream still uses it. torch's
+allocator may do the same; this device always does.
 """
 
 from __future__ import annotations
@@ -80,18 +82,18 @@ class SimulatedDevice:
         kernels: run the Triton kernels, in Triton's interpreter (TRITON_INTERPRET=1), and run everything at once. Rows
             can be selected on such a device only; on any other the references stand in for the kernels.
         most_pinned: registering more bytes than this fails, as with a driver that enforces RLIMIT_MEMLOCK.
-        chance: of a piece of work running when another is given: 0 runs only what the host waits for, as late as
-            events allow; 1 runs all that can run, at once.
+        chance: probability that a piece of work runs when another is given. 0 runs only work that the host waits for,
+            as late as events allow. 1 runs everything that can run, at once.
         obeys_waits: False ignores `wait`, so that a test can show that its events are needed.
-        delay_s: where not None, a thread of the device runs the work, so long after it was given: for work that another
+        delay_s: if not None, a thread of the device runs each piece of work after this delay, for work that another
             process waits for.
 
     Attributes:
         registered: address -> bytes of memory that is registered now.
-        host_waits: (thread, stream) of each time a host thread waited.
+        host_waits: (thread, stream) of each wait of a host thread.
         used_by: (address, stream) of each `record_stream`.
-        copies: how many were given to the device.
-        failures: errors of work that the device's thread has run.
+        copies: number of copies given to the device.
+        failures: errors of work on the device's thread.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Simulated IPC runtime: devices whose memory and events other processes can open, in files of a shared folder.
+"""Simulated IPC runtime: devices whose memory and events other processes can open, as files of a shared folder.
 
-Each device runs its work on a thread of its own, after a delay; what is read too early has wrong bytes.
+Each device runs its work after a delay, on a thread of its own. So a process that reads too early gets wrong bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOST_S = 5.0  # after which a wait for an event of another process ends, as it 
 
 
 class SimulatedTensor:
-    """A tensor on a simulated device. Its elements are seen by `numpy` only, which waits for the device."""
+    """A tensor on a simulated device. Only `numpy` shows its elements, after waiting for the device."""
 
     def __init__(self, runtime: SimulatedRuntime, device: int, array: NDArray[Any]) -> None:
         self.device = device
@@ -153,13 +153,13 @@ class SimulatedRuntime:
     """A `geartrain.device.device.DeviceRuntime` of simulated devices.
 
     Args:
-        folder: of the files; processes that share it can open each other's memory.
-        count: of devices.
-        delay_s: of each piece of work.
-        why: what `why_no_ipc` answers.
+        folder: folder of the files. Processes that share it can open each other's memory.
+        count: number of devices.
+        delay_s: delay of each piece of work.
+        why: the answer of `why_no_ipc`.
 
     Attributes:
-        opened: allocations of other processes that are open here now.
+        opened: other processes' allocations that are open here now.
         paths: files of the allocations of this process, by address.
         max_bytes: larger allocations fail.
     """

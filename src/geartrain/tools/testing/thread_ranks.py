@@ -1,4 +1,4 @@
-"""In-process rank group: ranks are threads, a group of eight starts in a millisecond, faults are objects."""
+"""In-process rank group for tests: ranks are threads, eight start in a millisecond, and faults are objects."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class ThreadRankGroup:
     """One of `size` ranks in this process; see `geartrain.replay.distributed.rank_group.RankGroup`.
 
     Args:
-        die_at: number of the exchange at which this rank is lost, as a killed process would be.
+        die_at: number of the exchange at which this rank dies, like a killed process.
 
     Attributes:
-        one_host: all ranks are of one host, and may read each other's shards; else each stands for a host.
-        exchanges: how many this rank has begun.
+        one_host: True if all ranks are on one host and may read each other's shards. Otherwise each rank stands for a
+            host.
+        exchanges: number of exchanges that this rank has begun.
     """
 
     def __init__(self, wire: _Wire, rank: int, timeout_s: float, die_at: int | None = None) -> None:

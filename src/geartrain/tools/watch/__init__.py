@@ -1,1 +1,1 @@
-"""Watching a host: rates and causes of waits over its snapshots, the screen of `geartrain top`, Prometheus metrics."""
+"""Monitoring of a host: rates and causes of waits from its snapshots, `geartrain top`, Prometheus metrics."""

@@ -1,7 +1,7 @@
-"""Causes of waits: which processes of one or more hosts wait, for what, and because of whom.
+"""Causes of waits: finds the processes that wait, on one or more hosts, and the processes that they wait for.
 
-A rule for each thing that can be waited for: a stopped process, the segment's lock, the rate limiter, rows, a reply, an
-all-reduce. A finding names processes, never "the network": what cannot be told from snapshots is not said.
+There is one rule for each kind of wait: a stopped process, the segment's lock, the rate limiter, rows, a reply, an
+all-reduce. A finding names processes, never "the network". It claims only what snapshots show.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Level = Literal["stopped", "lost", "waits", "note"]
 
 @dataclass
 class Diagnosis:
-    """Something that is wrong, or that waits.
+    """A problem, or a process that waits.
 
     Attributes:
         level: "stopped" and "lost" are causes, "waits" their effects, "note" worth knowing.
-        about: what: a process, store, group, peer or weights.
+        about: its subject: a process, store, group, peer or weights.
         text: a sentence.
-        cause: processes to blame, as "name (pid N)"; empty where none is.
+        cause: processes to blame, as "name (pid N)"; empty if there are none.
         host: name of the host.
     """
 
@@ -70,7 +70,7 @@ class HostView:
         return f"{known} (pid {pid})"
 
     def blamed(self, pids: Sequence[int]) -> list[int]:
-        """Of those that could be the cause, those that are: the stopped ones, where any is."""
+        """The processes to blame among possible causes: the stopped ones if there are any, otherwise all."""
         return [pid for pid in pids if pid in self.stopped] or list(pids)
 
     def objects(self, kind: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Rates of a host's stores and jobs: differences of two snapshots (launch/host_snapshot.py), a second."""
+"""Rates per second of a host's stores and jobs, from two snapshots (launch/host_snapshot.py)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _LIMITER = ("inserts", "samples", "insert_wait_s", "sample_wait_s")
 def add_rates(before: Mapping[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
     """Adds `rates` to each store and each process of a job in `now`, and returns it; processes report their own.
 
-    Without an earlier snapshot, of what was not in it, and of what was made anew in between, they are empty. A count of
-    seconds has the rate "share of the time".
+    Rates are empty without an earlier snapshot, and for a store or process that is new or was made again since. The
+    rate of a count of seconds is a share of the time.
     """
     elapsed_s = 0.0 if before is None else now["at_s"] - before["at_s"]
     stores = {} if before is None else {each["name"]: each for each in before["stores"] if "error" not in each}

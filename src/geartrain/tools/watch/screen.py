@@ -1,4 +1,4 @@
-"""Screen of `geartrain top`: its state, the keys that change it, and its lines for a terminal of any size.
+"""Screen of `geartrain top`: its state, its keys, and its lines for a terminal of any size.
 
 1-6 or Tab  one section, 0 all      up, down  choose a line        Enter  all of it, Esc back
 s, S        sort by another column  r         the other way round  p      pause        q  quit
@@ -46,7 +46,7 @@ class Screen:
             self.snapshots, self.findings, self.missing = snapshots, findings, missing
 
     def press(self, key: str) -> bool:
-        """What a key does; False for those that end it."""
+        """Handles a key; False for the keys that end the screen."""
         if key in ("q", "Q", "ctrl-d"):
             return False
         if key == "p":

@@ -1,4 +1,4 @@
-"""Sections of the screen: snapshots of hosts as tables of stores, processes, replays, peers, groups and weights."""
+"""Sections of the screen: tables of stores, processes, replays, peers, groups and weights, from hosts' snapshots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Line:
     Attributes:
         values: one for each column; None where there is none.
         style: "" or a style of rich.
-        detail: everything that is known of it.
+        detail: everything known about the line.
     """
 
     values: list[Any]
@@ -38,7 +38,7 @@ class Line:
 
 @dataclass
 class Section:
-    """A table. Columns in order of their importance: those that do not fit are left out from the right."""
+    """A table. Columns are ordered by importance: if they do not fit, the rightmost are left out."""
 
     title: str
     columns: list[Column]
@@ -54,7 +54,7 @@ class Section:
         return Section(self.title, self.columns, lines)
 
     def sorted(self, column: int, descending: bool) -> list[Line]:
-        """The lines by a column's values; those without one come last, and by name those that nobody uses."""
+        """The lines sorted by a column's values. Lines without a value come last. By name, unused ones come last."""
         there = [line for line in self.lines if line.values[column] is not None]
         rest = [line for line in self.lines if line.values[column] is None]
         number = all(isinstance(line.values[column], int | float) for line in there)

@@ -1,4 +1,4 @@
-"""Terminal of `geartrain top`: keys one by one, the alternate screen, its size; restored afterwards."""
+"""Terminal of `geartrain top`: reads single keys, uses the alternate screen, and restores everything afterwards."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Terminal:
 
     @staticmethod
     def why_not() -> str | None:
-        """Why there is no screen; None where there is one."""
+        """Why no screen can be shown; None if it can."""
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             return "stdin or stdout is no terminal"
         if os.environ.get("TERM", "") in ("", "dumb", "unknown"):

@@ -1,4 +1,4 @@
-"""Watcher: snapshots of this host, and of a job's other hosts, one after the other, with their rates and causes."""
+"""Watcher: takes snapshots of this host and of a job's other hosts, and adds rates and causes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ANSWER_S = 8.0
 
 
 class Watcher:
-    """Takes snapshots; any one thread at a time.
+    """Takes snapshots. Any thread may use it, one at a time.
 
     Args:
-        trust: whose segments are read.
+        trust: the users whose segments are read.
         all_hosts: asks the launchers of the jobs that this host is part of for the snapshots of their other hosts, with
             the secret in GEARTRAIN_SECRET.
     """
@@ -80,7 +80,9 @@ class Watcher:
 
 
 class BackgroundWatcher:
-    """A thread that looks every `every_s` seconds and calls `seen` with what `Watcher.look` returns, or its error."""
+    """A thread that takes a snapshot every `every_s` seconds and calls `seen` with the result of `Watcher.look`, or
+    its error.
+    """
 
     def __init__(self, watcher: Watcher, every_s: float, seen: Callable[[Any], None]) -> None:
         self._watcher, self._every_s, self._seen = watcher, every_s, seen
