@@ -85,7 +85,9 @@ class Bootstrap:
         self._directory = Directory(store, {}, prefix=f"geartrain/collectives/{name}/{epoch}")
 
     def part(self, name: str, ranks: Sequence[int]) -> Bootstrap:
-        """The bootstrap of some of the ranks, this one among them: its failures are those of all ranks, and name them.
+        """The bootstrap of some of the ranks, including this one.
+
+        Its failures become failures of all ranks, and name these ranks.
 
         Args:
             name: of the part, the same on all its ranks and no other part's.

@@ -273,7 +273,7 @@ def read_reports() -> Iterator[ProcessReport | tuple[str, str]]:
 def remove_stale() -> list[str]:
     """Removes reports of processes that have ended without removing theirs; returns the names of the files.
 
-    One that cannot be read, or was not finished, is its whose pid is in its name.
+    An unreadable or unfinished report belongs to the process whose pid is in its name.
     """
     removed = []
     for path in shared_files(f"{_PREFIX}*"):

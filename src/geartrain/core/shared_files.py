@@ -2,7 +2,7 @@
 
 A process that maps a file is at the mercy of everyone who may write to the file. Such a user can change what the
 process reads, and can cause a SIGBUS by truncating the file. A file is therefore opened by name only if it is a regular
-file, not a symbolic link, and only trusted users may write to it. `trust` says which users are trusted:
+file, not a symbolic link. Only trusted users may have write access to it. `trust` says which users are trusted:
 
 | trust | users |
 |---|---|

@@ -221,11 +221,11 @@ class Context:
         timeout_s: float | None = None,
         **options: Any,
     ) -> Store | RemoteStore:
-        """The job's store on this host, or one of a learners' host if this host has none (`has_store`).
+        """The job's store on this host, or the store of a learners' host if this host has none (`has_store`).
 
-        Under a launcher the store stays until the job is over; then `Job.keep_store` decides. Hosts without learners
-        are spread over the stores of those with learners, in order. In a job with actors, replays of the job's store
-        wait for rows while the actors start (`Store.expect_writers`).
+        Under a launcher the store stays until the job is over. `Job.keep_store` then decides. Hosts without learners
+        are assigned, in order, to the stores of the hosts with learners. In a job with actors, replays of the job's
+        store wait for rows while the actors start (`Store.expect_writers`).
 
         Args:
             fields: fields of the store. If there is no store on this host, it is created; one that a dead job left is

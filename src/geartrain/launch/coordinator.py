@@ -216,9 +216,9 @@ def _joined(caller: rpc.Caller, host: int, hosts: int, fingerprint: str, address
 
 @rpc.function(name="geartrain.launch.snapshot", concurrent=True, with_caller=True)
 def _snapshot(caller: rpc.Caller, others: bool) -> dict[str, Any]:
-    """Snapshots of this launcher's host and, asked of host 0 with `others`, of all that have joined it; who is silent.
+    """Snapshot of this launcher's host. With `others`, asked of host 0: snapshots of all hosts that have joined it.
 
-    Those that do not answer within 5 s are in `missing`, with the reason.
+    Hosts that do not answer within 5 s are in `missing`, with the reason.
     """
     coordinator = _coordinator(caller)
     asked = []

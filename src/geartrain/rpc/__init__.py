@@ -13,9 +13,9 @@ Order. The server runs the calls of one client one after the other, in the order
 of different clients run concurrently. `@rpc.function(concurrent=True)` exempts a function from this order.
 
 Concurrency. Python runs one thread at a time, so by default only one function starts at a time (`max_running`). The
-next function starts when the current one returns, has run for 5 ms, waits for a call of its own, or is cancelled at its
-deadline. Batched functions and `async def` functions count as returned at once. An `async def` function needs no
-thread.
+next function starts when the current one returns or has run for 5 ms. It also starts when the current one waits for a
+call of its own, or is cancelled at its deadline. Batched functions and `async def` functions count as returned at
+once. An `async def` function needs no thread.
 
 Deadlines and lost peers. Every wait has a deadline. If a peer is lost, calls to it fail with `PeerLostError`, and
 `on_peer_lost` is called. The next call finds a peer that was restarted under the same name.

@@ -261,8 +261,11 @@ class Batcher:
 def _alike(
     batch: list[tuple[PendingReply, tuple[Any, ...]]], stack: bool
 ) -> list[list[tuple[PendingReply, tuple[Any, ...]]]]:
-    """The calls that can be run together, in the order of the first of each: with as many arguments, and those of one
-    shape and dtype where they are stacked. One caller's mistake is no other's error, and no other's dtype."""
+    """Groups calls that can run together, in the order of each group's first call.
+
+    Calls of a group have the same number of arguments. If they are stacked, the arguments have the same shape and
+    dtype. One caller's mistake therefore cannot cause another caller's error, or change its dtype.
+    """
     groups: dict[Any, list[tuple[PendingReply, tuple[Any, ...]]]] = {}
     for entry in batch:
         args = entry[1]

@@ -177,10 +177,10 @@ class Future:
             self._settle(reply, elsewhere=False)
 
     def _serve_callbacks(self) -> None:
-        """Has a thread of the client's wait for the reply where callbacks need one, and nobody waits.
+        """Makes a thread of the client wait for the reply, if callbacks need it and no other thread waits.
 
-        After a wait that ended without the reply, too, when `_reading` is free: whoever adds a callback before that
-        leaves it to the one that waits.
+        It is also called after a wait that ended without the reply, when `_reading` is free: a thread that adds a
+        callback before that leaves the callback to the waiting thread.
         """
         with self._lock:
             if self._callbacks and not self._finished and self._done is None and self._forks == forks():

@@ -170,7 +170,10 @@ class Scheduler:
             self._receivers -= 1
 
     def retire_receiver(self) -> bool:
-        """Whether this one is one too many, because one whose place it took is back; it no longer counts then."""
+        """Whether this receiver is no longer needed, because the receiver that it replaced is back.
+
+        If so, it stops counting.
+        """
         if self._receivers - self._aside <= self._max_threads + 1:
             return False
         with self._lock:

@@ -120,7 +120,9 @@ class Directory:
                 self._waiters.append(waiter)  # one whose wait failed is not used again
 
     def _look(self, name: str, timeout_s: float) -> None:
-        """The same of the main thread, which a wait of the store's would keep from signals to its end."""
+        """As `_wait`, for the main thread: it polls, because a wait of the store would delay signal handlers until its
+        end.
+        """
         until_s, pause_s = time.monotonic() + timeout_s, 0.001
         while not self._closed and not self.store.check([self._key(name)]):
             left_s = until_s - time.monotonic()

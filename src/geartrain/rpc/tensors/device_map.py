@@ -20,7 +20,7 @@ from typing import Any
 from geartrain.core.arguments import shown
 from geartrain.errors import DeviceError
 
-#: Stands for a GPU's index.
+#: Stands for the CPU in place of the index of a GPU.
 CPU = -1
 
 #: For each peer, by name or rank as text: its GPU for each GPU here.
