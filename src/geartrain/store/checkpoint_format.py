@@ -1,16 +1,16 @@
 """Checkpoint format: manifest, checksums, row table, and writes that are complete or absent after a crash.
 
 Stores without step priorities use version 2, stores with step priorities version 3. Stores with new_priority="max" use
-version 4. A checkpoint is a directory with these files:
+version 4 in either case. A checkpoint is a directory with these files:
 
-    manifest.json     what is here: schema, options, counts, and for every other file its size and checksums;
+    manifest.json     the schema, options, counts, and for every other file its size and checksums;
                       itself checksummed ("checksum": crc32 of the JSON without that entry, sorted keys, no spaces)
     rows.bin          56 bytes a row, little-endian, see ROW_RECORD: committed rows in the order of their commits,
                       then free rows in the order they will be reused. Every row of the store is in it once.
     chunk-*.bin       blocks of rows, about 32 MB a file: for each field in the order of the schema, the blocks of
                       the chunk's rows, unpadded. A committed row says in rows.bin which chunk it is in, and where.
-    steps.bin         with priorities of steps: those of each committed row's `length` steps, u32 fixed point, one row
-                      after the other in the order of rows.bin, where priorities are 0
+    steps.bin         only with step priorities: the priorities of each committed row's `length` steps, u32 fixed point,
+                      row after row in the order of rows.bin, whose own priorities are then 0
 
 Each checksum is a crc32 over a piece of 16 MiB, so an error can name the damaged file and place.
 

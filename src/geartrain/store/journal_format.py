@@ -1,7 +1,7 @@
 """Journal format: frames of rows, removals and priorities in segment files, each with checksums.
 
 Stores without step priorities use version 1, stores with step priorities version 2. Stores with new_priority="max" use
-version 3. A journal is a directory with these files:
+version 3 in either case. A journal is a directory with these files:
 
     journal.json          schema, limits, and the journal's id; written once, with its checksum
     segment-00000001.bin  frames, one after the other, each at a multiple of 64 bytes; a new file about every 64 MB

@@ -51,7 +51,7 @@ class TrajectoryRows:
 
     def there(self) -> int:
         """Trajectories that are there."""
-        # Not np.unique: it imports numpy.ma, and a forked child would wait for the import lock of a missing thread.
+        # Not np.unique: it imports numpy.ma, and a forked child could wait for a thread that it does not have.
         return len(set(self._store.column(NUMBER)[self._store.keys().row].reshape(-1).tolist()))
 
     def samples(self) -> int:
