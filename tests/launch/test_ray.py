@@ -179,7 +179,7 @@ def test_nodes_that_ray_does_not_have_are_waited_for_so_long(cluster, tmp_path):
     driver = cluster.popen([sys.executable, "-c", text], tmp_path / "said.txt", cwd=tmp_path)
     assert driver.wait(patience(60)) == 1
     said = (tmp_path / "said.txt").read_text()
-    assert "WaitTimeoutError: Ray has not found 2 nodes with up to 9 CPU free within 1 s: ray status" in said
+    assert "WaitTimeoutError: Ray did not find 2 nodes with up to 9 CPU free within 1 s: see ray status" in said
     assert not (tmp_path / "runs").exists()
 
 

@@ -81,10 +81,9 @@ class BufferState:
 
     @property
     def experience(self) -> Any:
-        """A copy of the timesteps that this process had added by this state, if the store still has them. Outside of
-        jit only.
+        """A copy of the timesteps that this process had added by this state, if the store still has them.
 
-        A pytree of NumPy arrays (streams, timesteps of each, ...), in flashbax's order: the next timestep overwrites
+        Outside of jit only. A pytree of NumPy arrays (streams, timesteps of each, ...), in flashbax's order: the next timestep overwrites
         the one at `current_index`. Timesteps that were not added yet, or are gone, are zeros.
 
         Raises:
