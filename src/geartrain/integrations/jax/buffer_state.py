@@ -83,8 +83,8 @@ class BufferState:
     def experience(self) -> Any:
         """A copy of the timesteps that this process had added by this state, if the store still has them.
 
-        Outside of jit only. A pytree of NumPy arrays (streams, timesteps of each, ...), in flashbax's order: the next timestep overwrites
-        the one at `current_index`. Timesteps that were not added yet, or are gone, are zeros.
+        Outside of jit only. A pytree of NumPy arrays (streams, timesteps of each, ...), in flashbax's order: the next
+        timestep overwrites the one at `current_index`. Timesteps that were not added yet, or are gone, are zeros.
 
         Raises:
             ArgumentError: called inside jit.
