@@ -83,8 +83,9 @@ auto anchors_asked_of(nb::handle anchors, const Unlocked& unlocked) {
   return [anchors, &unlocked](uint32_t round, const DrawnRows& drawn) {
     std::vector<uint32_t> made;
     call_python(unlocked, [&] {
-      made = copied(nb::cast<In<uint32_t>>(
-          anchors(round, copied_array(drawn.numbers), copied_array(drawn.rows), copied_array(drawn.generations))));
+      const auto found = nb::cast<In<int32_t>>(
+          anchors(round, copied_array(drawn.numbers), copied_array(drawn.rows), copied_array(drawn.generations)));
+      made.assign(found.data(), found.data() + found.size());
     });
     if (made.size() != drawn.rows.size()) {
       fail(ErrorKind::schema, drawn.rows.size(), " windows were asked for, ", made.size(), " were placed");
@@ -296,16 +297,6 @@ void AskedBatch::make_room(size_t size) {  // with the GIL
   }
 }
 
-// For each draw of rows of these lengths, the step that its window is told by.
-nb::object placed_windows(uint32_t length, const WindowTuple& windows, uint64_t seed, uint64_t step, uint32_t round,
-                          const In<uint32_t>& numbers, const In<int32_t>& lengths) {
-  if (numbers.size() != lengths.size()) fail(ErrorKind::schema, "as many lengths as draws are needed");
-  std::vector<int32_t> anchors(numbers.size());
-  place_windows(window_plan(length, windows), {seed, step, kWindowStream}, round, view(numbers), view(lengths),
-                anchors);
-  return to_numpy(std::move(anchors));
-}
-
 nb::object weights_of(const In<double>& probability, uint64_t count, double beta, double lowest) {
   std::vector<double> weights(probability.size());
   importance_weights(view(probability), count, beta, lowest, weights);
@@ -410,7 +401,6 @@ void bind_batch(nb::module_& module) {
       .def_prop_ro("step_plan", &Sampler::step_plan);
   nb::class_<Sampler::Begun>(module, "BegunBatch").def("finish", &Sampler::finish).def("abandon", &Sampler::abandon);
   module.def("importance_weights", &weights_of);
-  module.def("place_windows", &placed_windows);
 }
 
 }  // namespace geartrain

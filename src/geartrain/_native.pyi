@@ -48,16 +48,6 @@ def futex_wait(words: NDArray[Any], seen: int, timeout_s: float, /) -> bool: ...
 def futex_wake(words: NDArray[Any], /) -> None: ...
 def forks() -> int: ...
 def window_ends(seed: int, step: int, round: int, numbers: _U32, lengths: _I32, /) -> _I32: ...
-def place_windows(
-    length: int,
-    windows: tuple[int, bool, bool, int],
-    seed: int,
-    step: int,
-    round: int,
-    numbers: _U32,
-    lengths: _I32,
-    /,
-) -> _I32: ...
 def fetch(
     store: Store,
     rows: _U32,
@@ -174,7 +164,7 @@ class BatchSampler:
         admitted: bool,
         beta: float | None,
         rows: Callable[[int, _U32, _U32], Chosen] | None,
-        anchors: Callable[[int, _U32, _U32, _U32], _U32] | None,
+        anchors: Callable[[int, _U32, _U32, _U32], _I32] | None,
         into: SampledBatch | None = None,
         first: int = 0,
     ) -> tuple[Any, int, int, int] | None: ...
@@ -187,7 +177,7 @@ class BatchSampler:
         admitted: bool,
         beta: float | None,
         rows: Callable[[int, _U32, _U32], Chosen] | None,
-        anchors: Callable[[int, _U32, _U32, _U32], _U32] | None,
+        anchors: Callable[[int, _U32, _U32, _U32], _I32] | None,
         into: SampledBatch | None,
         first: int,
         transfer: Any,

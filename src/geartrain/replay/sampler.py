@@ -194,7 +194,7 @@ class StoreSampler(StoreWaits):
         elif self._by_step:
             limits = self._limits if self.traits.limits is None else self.limits_now()
             beta = self.beta_at(step)
-        anchors = functools.partial(self._anchors, step) if self.placed else None
+        anchors = functools.partial(self.anchors_by_function, step) if self.placed else None
         cursor = int(state.get("after", state.get("after/0", 0))) if self._cursor_name else 0
         native = self.batch_sampler.sample if begin is None else begin
         self.stage = "drawing and copying rows"
@@ -455,41 +455,24 @@ class StoreSampler(StoreWaits):
             self.strategy, traits, self.candidates, n, step, state=state, redraw=redraw, steps=self.step_plan
         )
 
-    def ends(
+    def anchors_by_function(
         self,
         step: int,
         attempt: int,
         numbers: NDArray[np.uint32],
         rows: NDArray[np.uint32],
         generations: NDArray[np.uint32],
-        steps: NDArray[np.uint32] | None = None,
-    ) -> NDArray[np.int32] | None:
-        """The anchor of each draw's window, by default its last step; None for whole rows.
+    ) -> NDArray[np.int32]:
+        """The anchors of the draws' windows, (n,), as the user's function places them.
 
-        For transitions the anchors are their steps. If `steps` were drawn with the rows, the anchors follow from them.
-        `steps` are steps drawn by their priorities, or the numbers of windows within their rows. Such numbers come from
-        a pass, or from a draw over steps of rows of several episodes. If a row was replaced since its
-        draw, its anchor may be beyond its end; the read then finds the row torn.
+        If a row was replaced since its draw, its anchor may be beyond its end; the read then finds the row torn.
         """
         windows = self.plan.windows
-        if windows is None:
-            return None
+        assert windows is not None
         lengths = np.minimum(self.plan.store.native.lengths(rows), self.plan.store.max_length)
-        if steps is not None:
-            if self.transitions is not None:
-                return steps.astype(np.int32)
-            if self.step_plan is not None and not self.traits.over_steps:
-                there: NDArray[np.int32] = np.minimum(steps.astype(np.int32), np.maximum(lengths - 1, 0))
-                return there
-            return windows.anchors_of(lengths, steps).astype(np.int32)
-        seed = seed_of(self.strategy)
-        if self.transitions is not None:
-            return _native.window_ends(seed, step, attempt, numbers, np.maximum(lengths - 1, 1))
-        if windows.function is None:
-            return _native.place_windows(windows.length, windows.native, seed, step, attempt, numbers, lengths)
-        random = _native.window_ends(seed, step, attempt, numbers, np.full(len(numbers), _MOST, np.int32)) / _MOST
-        keys = Keys(rows, generations, store=self.plan.store.id)
-        return windows.ask(keys, lengths, random)
+        most = np.full(len(numbers), _MOST, np.int32)
+        random = _native.window_ends(seed_of(self.strategy), step, attempt, numbers, most) / _MOST
+        return windows.ask(Keys(rows, generations, store=self.plan.store.id), lengths, random)
 
     def anchors(self, rows: NDArray[np.uint32], steps: NDArray[np.uint32]) -> NDArray[np.uint32] | None:
         """The anchors of windows of rows whose steps were drawn with them; None for whole rows.
@@ -506,19 +489,6 @@ class StoreSampler(StoreWaits):
         lengths = np.minimum(self.plan.store.native.lengths(rows[here]), self.plan.store.max_length)
         found[here] = windows.anchors_of(lengths, steps[here])
         return found
-
-    def _anchors(
-        self,
-        step: int,
-        attempt: int,
-        numbers: NDArray[np.uint32],
-        rows: NDArray[np.uint32],
-        generations: NDArray[np.uint32],
-    ) -> NDArray[np.uint32]:
-        """The steps that a function tells windows by."""
-        ends = self.ends(step, attempt, numbers, rows, generations)
-        assert ends is not None
-        return ends.astype(np.uint32)
 
     def count_samples(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """Counts the draws. Returns False for each row whose last allowed sample was drawn elsewhere first."""

@@ -141,11 +141,6 @@ class Members:
         return keys.places_among(self.shard_ids, "shards of this replay")
 
     @functools.cached_property
-    def store_of_shard(self) -> NDArray[np.int64]:
-        """(shards,) the number of each shard's store."""
-        return np.repeat(np.arange(len(self.stores)), [len(store.ranks) for store in self.stores])
-
-    @functools.cached_property
     def leader_of_shard(self) -> NDArray[np.int64]:
         """(shards,) the rank that leads each shard."""
         return np.concatenate([store.leaders for store in self.stores]).astype(np.int64)

@@ -237,9 +237,7 @@ class RankReader:
         generations: NDArray[np.uint32],
         attempt: int,
     ) -> NDArray[np.int32]:
-        ends = self.samplers[store].ends(self._step, attempt, numbers, rows, generations)
-        assert ends is not None
-        return ends
+        return self.samplers[store].anchors_by_function(self._step, attempt, numbers, rows, generations)
 
     def _again(
         self, store: int, n: int, attempt: int, numbers: NDArray[np.uint32], kept: NDArray[np.uint32]
