@@ -469,3 +469,19 @@ def test_what_a_batch_has_as_an_attribute_is_named_by_the_error_for_a_field() ->
                 batch[name]
         with pytest.raises(FieldError, match="did you mean 'id'"):
             batch["ids"]
+
+
+@pytest.mark.parametrize("update_lag", [None, 0])
+def test_a_dropped_batch_is_recycled_though_its_priorities_were_updated(update_lag):
+    """A second buffer is one that the caches do not hold."""
+    with gt.Store.create({"x": gt.Field((256,), "float32", per_row=True)}, max_length=1, capacity=64) as store:
+        store.insert({"x": np.zeros((64, 256), np.float32)})
+        strategy = gt.selection.Prioritized(seed=0)
+        with gt.Replay(store, strategy, 32, prefetch=0, output="numpy", update_lag=update_lag) as replay:
+            places = set()
+            for _ in range(6):
+                batch = replay.sample()
+                places.add(batch["x"].ctypes.data)
+                replay.update_priorities(batch.keys, np.ones(32))
+                del batch
+    assert len(places) == 1

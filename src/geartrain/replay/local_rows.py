@@ -94,9 +94,7 @@ class LocalRows:
         if self._later is not None:
             self._apply_due(self._later, step, updates)
         elif updates:
-            for update in updates:
-                apply_checked(self.samplers, update, step)
-            updates.clear()
+            self._apply(step, updates)  # in a frame of its own: keys hold the memory of their batch
         if self.mixed:
             rows = self.samplers[0].empty_batch(self.rows, shards=True)
             after = self.sample_into(rows, step, state, admission)
