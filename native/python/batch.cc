@@ -148,7 +148,7 @@ class Sampler {
     const TransitionView* view = sampler_.view();
     if (view != nullptr) view->check(store, fields);
     for (size_t i = 0; i < fields.size(); ++i) {
-      if (fields[i] >= store.header().field_count) fail(ErrorKind::schema, "no field number ", fields[i]);
+      store.check_column(fields[i]);
       row_bytes_.push_back(view != nullptr ? view->row_bytes(store.fields()[fields[i]], view->roles[i])
                                            : fetched_row_bytes(store, fields[i], window_));
     }

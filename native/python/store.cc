@@ -155,7 +155,7 @@ void set_counters(Store& store, const nb::dict& values) {
 // All blocks of a field as one strided array over the segment, (capacity, *shape); rows are 64-byte aligned.
 nb::object column(const Store& store, uint32_t field) {
   store.check_open();
-  if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+  store.check_column(field);
   const FieldRecord& f = store.fields()[field];
   std::vector<size_t> shape{store.header().capacity};
   shape.insert(shape.end(), f.shape, f.shape + f.ndim);
