@@ -64,7 +64,7 @@ void check_spec(const FieldSpec& field) {
   }
 }
 
-constexpr uint8_t kInt32 = 6;  // schema.py's DTYPES
+constexpr uint8_t kInt32 = 7;  // schema.py's DTYPES
 constexpr uint64_t kMostSpanUnits = uint64_t{1} << 40;
 
 void set_name(char (&to)[kMaxNameBytes + 1], const std::string& name, const char* what) {
