@@ -141,6 +141,7 @@ uint64_t SpanHeap::take(uint64_t units) {
     if (first == 0) fail_damaged("no block is listed in class", larger);
   }
   const uint64_t found = unlink(first);
+  if (found < units) fail_damaged("the size changed of the block at unit", first);
   if (found > units) {
     link(first + units, found - units);
   } else {
@@ -153,24 +154,17 @@ uint64_t SpanHeap::take(uint64_t units) {
 void SpanHeap::give(uint64_t first) {
   uint64_t units = size_of(first);
   const uint64_t after = first + units;
-  uint64_t before = 0;
-  if ((get(size_word(first)) & kSpanAfterFree) != 0) {
-    before = get(last_word(first, 0));
-    if (before >= first) fail_damaged("the block before it has no sound size, at unit", first);
-    if (free_size(first - before) != before) fail_damaged("the block before it has two sizes, at unit", first);
-  }
-  bool joins = false;
-  if (after < units_) {
-    const uint64_t size = get(size_word(after));
-    if (!sound(after, size) || (size & kSpanAfterFree) != 0) fail_damaged("no span ends at unit", after);
-    joins = (size & kSpanFree) != 0;
-  }
-  if (joins) {
+  if (after < units_ && (get(size_word(after)) & kSpanFree) != 0) {
     units += unlink(after);  // the block after both is marked already
   } else {
     set_after_free(after, true);
   }
-  if (before != 0) units += unlink(first -= before);
+  if ((get(size_word(first)) & kSpanAfterFree) != 0) {
+    const uint64_t before = get(last_word(first, 0));
+    if (before >= first || unlink(first - before) != before) fail_damaged("no free block ends before unit", first);
+    first -= before;
+    units += before;
+  }
   link(first, units);
 }
 

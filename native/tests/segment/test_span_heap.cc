@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <thread>
 
 #include "tests/support/check.h"
 
@@ -299,6 +300,35 @@ TEST(damage_becomes_an_error_or_does_no_harm_and_a_rebuild_mends_it) {
   }
   CHECK(refused > kRounds);
   CHECK(reported > kRounds / 2);
+}
+
+TEST(a_size_that_changes_during_a_call_leads_nowhere) {
+  // The free block at unit 1 has 10 units or 30, and a list and a last word for both. Joined with the span of 20 units
+  // at unit 11, the region's last, 30 would end outside.
+  HeapMemory memory(31);
+  auto* const words = reinterpret_cast<std::atomic<uint64_t>*>(memory.region.get());
+  std::atomic<bool> done{false};
+  std::thread writer([&] {
+    while (!done) {
+      for (const uint64_t units : {10, 30}) words[kWordsOfUnit] = units | kSpanFree;
+    }
+  });
+  for (int i = 0; i < 100'000; ++i) {
+    try {
+      memory.heap.rebuild(std::vector<SpanHeap::Living>{{11, 20}});
+      words[31 * kWordsOfUnit - 1] = 30;
+      memory.index->blocks[30] = memory.index->blocks[10] = 1;
+      memory.index->free_units = 30;
+      memory.heap.give(11);
+      CHECK_EQ(memory.index->blocks[50].load(), uint64_t{0});  // which would be 30 + 20 units
+    } catch (const Error& error) {
+      CHECK(error.kind == ErrorKind::corrupt);
+    }
+  }
+  done = true;
+  writer.join();
+  memory.heap.clear();
+  memory.check();
 }
 
 }  // namespace
