@@ -612,9 +612,10 @@ size_t Tasks::begin(Write write, uint32_t task, std::span<TaskRow> rows, uint8_t
       AxisLengths known;
       locked_lengths(each.row, &known);
       for (const SpanField& field : layouts_[task].fields()) {
-        if (field.axis == 0) continue;
+        if (field.axis == 0 || (write == Write::append && field.axis != axis)) continue;
         const AxisRecord& its = described_->axes[field.axis - 1];
-        if (its.owner != task && known[field.axis - 1] != each.lengths[field.axis - 1]) {
+        const bool sets = its.owner == task && write != Write::rewrite;  // others have written by these lengths since
+        if (!sets && known[field.axis - 1] != each.lengths[field.axis - 1]) {
           fail(ErrorKind::schema, "row ", each.row, " has ", known[field.axis - 1], " ", its.name, ", field '",
                store_.fields()[field.field].name, "' was given with ", each.lengths[field.axis - 1]);
         }

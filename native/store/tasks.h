@@ -78,6 +78,7 @@ class Tasks {
   const TaskTable& described() const { return *described_; }
   TaskTable& table() const { return *table_; }
   const SpanHeap& heap() const { return heap_; }
+  const SpanLayout& layout(uint32_t task) const { return layouts_[task]; }  // of its puts
   TaskWord word(uint32_t row, uint32_t task) const {
     return TaskWord::of(words(row)[task].load(std::memory_order_acquire));
   }
