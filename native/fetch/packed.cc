@@ -407,6 +407,7 @@ bool PackedRows::copy_again(size_t i) {
 // --- batches of a replay ------------------------------------------------------------------------------------------
 
 void PackedCopier::launch(const RowsToCopy& rows) {
+  const Store::Call call(plan_.store());
   if (rows.rows.size() != rows.of) fail(ErrorKind::schema, "packed rows are copied all together");
   rows_ = PackedRows(plan_, rows.rows, rows.generations);
   rows_.read(room_, threads_);
@@ -779,26 +780,24 @@ void fill_spans(const Store& store, uint32_t task, uint8_t axis, std::span<const
   });
 }
 
-uint64_t copy_appended(const Store& store, uint32_t task, const Appended& appended, uint32_t field, std::byte* to,
-                       std::vector<uint32_t>* sizes) {
-  if (appended.axis == 0) return 0;
+void copy_appended(const Store& store, uint32_t task, const Appended& appended, uint32_t field,
+                   std::vector<uint8_t>* to, std::vector<uint32_t>* sizes) {
+  if (appended.axis == 0) return;
   const AppendedPieces chain(store, task, appended);
   const size_t f = chain.index_of(field);
   if (f == chain.fields()) fail(ErrorKind::schema, "field number ", field, " is not one that was appended");
-  uint64_t sum = 0;
   chain.for_each(f, [&](const std::byte* from, uint64_t bytes, uint32_t count, const std::byte* starts) {
-    if (to != nullptr && bytes != 0) copy_block(to + sum, from, bytes, false);
-    if (sizes != nullptr) {
-      uint64_t before = 0;
-      for_each_bound(starts, count, bytes, [&](uint32_t k, uint64_t bound) {
-        if (k != 0) sizes->push_back(static_cast<uint32_t>(bound - before));
-        before = bound;
-      });
-      if (count != 0) sizes->push_back(static_cast<uint32_t>(bytes - before));
-    }
-    sum += bytes;
+    const size_t at = to->size();
+    to->resize(at + bytes);
+    if (bytes != 0) copy_block(to->data() + at, from, bytes, false);
+    if (sizes == nullptr || count == 0) return;
+    uint64_t before = 0;
+    for_each_bound(starts, count, bytes, [&](uint32_t k, uint64_t bound) {
+      if (k != 0) sizes->push_back(static_cast<uint32_t>(bound - before));
+      before = bound;
+    });
+    sizes->push_back(static_cast<uint32_t>(bytes - before));
   });
-  return sum;
 }
 
 }  // namespace geartrain

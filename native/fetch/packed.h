@@ -206,9 +206,9 @@ void size_spans(const Store& store, uint32_t task, uint8_t axis, std::span<TaskR
 void fill_spans(const Store& store, uint32_t task, uint8_t axis, std::span<const TaskRow> rows,
                 std::span<const PackedSource> sources, std::span<const Appended> appended, unsigned threads);
 
-// Items of one field that were appended, of all parts in their order, into memory for them: of strings their text.
-// `sizes`: bytes of each string. Returns the bytes; with `to` null it only counts them.
-uint64_t copy_appended(const Store& store, uint32_t task, const Appended& appended, uint32_t field, std::byte* to,
-                       std::vector<uint32_t>* sizes);
+// Items of one field that were appended, of all parts in their order, behind what is in `to`: of strings their text,
+// and behind what is in `sizes` how many bytes each of them has.
+void copy_appended(const Store& store, uint32_t task, const Appended& appended, uint32_t field,
+                   std::vector<uint8_t>* to, std::vector<uint32_t>* sizes = nullptr);
 
 }  // namespace geartrain

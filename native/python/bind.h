@@ -174,6 +174,7 @@ void bind_store(nb::module_& module);
 void bind_store_rows(nb::class_<Store>& store);
 void bind_tasks(nb::class_<Store>& store);
 void bind_fetch(nb::module_& module);
+void bind_packed(nb::module_& module);
 void bind_batch(nb::module_& module);
 void bind_row_fetcher(nb::module_& module);
 void bind_rank_exchange(nb::module_& module);

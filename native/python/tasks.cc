@@ -458,8 +458,7 @@ nb::tuple appended_parts(Store& store, uint32_t task, uint32_t row, uint32_t gen
     if (found.parts.empty()) return;
     found.axis = found.parts[0].axis;
     for (size_t i = 0; i < fields.size(); ++i) {
-      values[i].resize(copy_appended(store, task, found, fields[i], nullptr, nullptr));
-      copy_appended(store, task, found, fields[i], reinterpret_cast<std::byte*>(values[i].data()), &sizes[i]);
+      copy_appended(store, task, found, fields[i], &values[i], &sizes[i]);
     }
     // Copies of a row that was lost meanwhile may be of another's bytes.
     if (!tasks.owns(task, {row, generation, claim})) {

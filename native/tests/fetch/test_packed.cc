@@ -374,8 +374,8 @@ TEST(appends_of_interleaved_items_are_merged_by_item_and_fill_the_lengths) {
   CHECK_THROWS(schema, merge_appended(*store, kAnswer, row[0], wrong));
   CHECK_THROWS(schema, merge_appended(*store, kAnswer, row[0], few));
   const Appended all = merge_appended(*store, kAnswer, row[0], right);
-  std::vector<std::byte> found(copy_appended(*store, kAnswer, all, kIds, nullptr, nullptr));
-  copy_appended(*store, kAnswer, all, kIds, found.data(), nullptr);
+  std::vector<uint8_t> found;
+  copy_appended(*store, kAnswer, all, kIds, &found);
   const std::vector<int32_t> merged = {4, 7, 8, 9, 10, 1, 2, 3, 5, 6};
   CHECK_EQ(found.size(), merged.size() * 4);
   CHECK(std::memcmp(found.data(), merged.data(), found.size()) == 0);
