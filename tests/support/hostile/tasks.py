@@ -67,7 +67,7 @@ def store_with_tasks(tools: Tools) -> Subject:
         survives=frozenset({"about"}),
         work=lambda: one.claim("work", output="numpy"),
         in_child=frozenset({"len", "insert", "claim", "put", "audit"}),
-        blocked={"claim": lambda: one.claim("later", 1, timeout_s=1e6, output="numpy") and None or _wait(one)},
+        blocked={"claim": lambda: (one.claim("later", 1, timeout_s=1e6, output="numpy") and None) or _wait(one)},
     )
 
 
