@@ -56,7 +56,7 @@ class Task:
         keep_partial: bool = False,
         rewritable: bool = False,
     ) -> None:
-        own = {} if fields is None or fields == {} else check_fields(fields)
+        own = {} if fields is None or (isinstance(fields, Mapping) and not fields) else check_fields(fields)
         names = (after,) if isinstance(after, str) else after
         if not isinstance(names, tuple | list):
             raise SchemaError(f"after is the name of a task, or a tuple of names, found {shown(after)}")

@@ -168,7 +168,7 @@ class PackedFields:
         return self._as_output(self._axis(axis).lengths)
 
     def _axis(self, axis: str) -> AxisBounds:
-        if axis not in self._bounds:
+        if not isinstance(axis, str) or axis not in self._bounds:
             self._plan.axis(axis)  # which refuses what is none
             self._read_axis(axis)
         return self._bounds[axis]

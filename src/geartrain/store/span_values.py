@@ -209,18 +209,12 @@ def _in_numpy(field: Field) -> bool:
 def _whole(name: str, field: Field, data: Any, casting: Casting) -> Any:
     """An array or tensor of the field's dtype. Python's own numbers have none: they are converted if they fit."""
     if not hasattr(data, "dtype") and not hasattr(data, "__array__") and data is not None and _in_numpy(field):
-        found = as_array(name, field, np.asarray(data, field.numpy_dtype) if _is_empty(data) else data, "same_kind")
+        empty = isinstance(data, list | tuple) and not data  # which NumPy takes for float64
+        found = as_array(name, field, np.empty(0, field.numpy_dtype) if empty else data, "same_kind")
         if field.numpy_dtype.kind in "iu":
             _check_range(name, field, data)
         return found
     return as_array(name, field, data, casting)
-
-
-def _is_empty(data: Any) -> bool:
-    try:
-        return len(data) == 0
-    except TypeError:
-        return False
 
 
 def _check_range(name: str, field: Field, data: Any) -> None:
