@@ -186,7 +186,7 @@ std::vector<Scenario> scenarios() {
   };
   const auto abandon = [begun](Store& store) -> std::function<void()> {
     begun(store, Write::put, kAnswer, kLengths, 0);
-    return [&store] { store.tasks()->abandon(Write::put, kAnswer, rows); };
+    return [&store] { store.tasks()->abandon(kAnswer, rows); };
   };
   const auto dropped_under_a_writer = [begun](Store& store) -> std::function<void()> {
     begun(store, Write::put, kAnswer, kLengths, 0);
