@@ -7,9 +7,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <random>
 #include <set>
 #include <thread>
@@ -533,6 +535,163 @@ TEST(no_loop_ends_while_the_counts_are_made_anew) {
   stop = true;
   rebuilder.join();
   CHECK_EQ(over, 0u);
+}
+
+// Damage by another process: an error or a store in good order, whatever is called, and no circle is walked for ever.
+TEST(damaged_words_and_spans_are_errors) {
+  const auto head = [](Store& store, uint32_t row, uint32_t task) {
+    return store.tasks()->heap().head(store.tasks()->word(row, task).span);
+  };
+  const std::function<void(Store&)> damages[] = {
+      [&](Store& s) { head(s, 0, 0)->next.store(s.tasks()->word(0, 0).span); },  // a circle of one
+      [&](Store& s) { head(s, 2, kAnswer)->next.store(s.tasks()->word(2, kAnswer).span); },
+      [&](Store& s) { head(s, 0, kAnswer)->next.store(s.tasks()->word(1, kAnswer).span); },  // into another's chain
+      [&](Store& s) { s.tasks()->words(0)[kAnswer].store(s.tasks()->words(1)[kAnswer].load()); },
+      [&](Store& s) { s.tasks()->words(0)[kAnswer].store(uint64_t{2} << 62 | kSpanUnits); },  // outside
+      [&](Store& s) { head(s, 0, kAnswer)->next.store(s.tasks()->heap().units()); },
+      [&](Store& s) { head(s, 0, kAnswer)->size.store(kSpanUnits); },  // escapes
+      [&](Store& s) { head(s, 0, kAnswer)->size.fetch_add(1); },       // overlaps the next
+      [&](Store& s) { head(s, 0, kAnswer)->size.store(0); },
+      [&](Store& s) { head(s, 0, kAnswer)->mark.store(0xffffff00); },  // filled by nobody
+      [&](Store& s) { head(s, 0, kAnswer)->lengths[1].store(~0u); },
+      [&](Store& s) { s.tasks()->words(3)[kAnswer].store(uint64_t{3} << 62 | 12345); },                // taken
+      [&](Store& s) { s.tasks()->words(3)[kReward].store(uint64_t{1} << 62 | uint64_t{200} << 51); },  // by nobody
+      [&](Store& s) { s.tasks()->words(3)[kTrain].store(uint64_t{2} << 62); },
+      [&](Store& s) { s.tasks()->table().next_row = ~0u; },
+      [&](Store& s) { s.tasks()->table().figures[kAnswer].due.store(~0u); },
+      [&](Store& s) {
+        s.tasks()->table().waiters[3].place.store(1);
+        s.tasks()->table().waiter_count.store(9);
+      },
+      [&](Store& s) {
+        s.tasks()->table().waiters[3].slot = 0xffff;
+        s.tasks()->table().waiters[3].place.store(1);
+      },
+      [&](Store& s) { s.tasks()->table().index.free_units.store(kSpanUnits); },
+      [&](Store& s) {
+        for (auto& block : s.tasks()->table().index.blocks) block.store(7);
+      },
+      [&](Store& s) { s.tasks()->table().index.words.store(~uint64_t{0}); },
+      [&](Store& s) { s.status()[0].previous = 0, s.control().order_tail = 0; },  // a circle of the order
+  };
+  for (const auto& damage : damages) {
+    auto store = made(options_of_tests(8, 8 << 10));
+    Tasks& tasks = *store->tasks();
+    insert(*store, 5);
+    auto claimed = tasks.claim(kAnswer, {.most = 3});
+    for (const size_t i : {0u, 1u}) put(*store, kAnswer, claimed[i], kLengths, 1);
+    for (int i = 0; i < 2; ++i) put(*store, kAnswer, claimed[2], {0, 10}, 1, Write::append, 2);
+    damage(*store);
+    const auto attempt = [](const auto& call) {
+      try {
+        call();
+      } catch (const Error& error) {
+        CHECK(error.kind == ErrorKind::corrupt || error.kind == ErrorKind::schema || error.kind == ErrorKind::full ||
+              error.kind == ErrorKind::no_space);
+      }
+    };
+    for (int round = 0; round < 2; ++round) {
+      attempt([&] { insert(*store, 1); });
+      for (uint32_t task = 1; task < kTrain; ++task) {
+        attempt([&] {
+          for (const ClaimedRow& each : tasks.claim(task, {.most = 2})) {
+            TaskRow row = row_of(*store, task, each, kLengths);
+            if (tasks.begin(Write::put, task, {&row, 1}) == 1) tasks.finish(Write::put, task, {&row, 1});
+          }
+        });
+      }
+      attempt([&] { tasks.make_room(kAnswer, row_of(*store, kAnswer, claimed[2], {5, 1700, 3})); });
+      attempt([&] { tasks.stop_waiting(); });
+      attempt([&] { tasks.release(kAnswer, claimed); });
+      attempt([&] { train(*store); });
+      bool rebuilt = false;
+      attempt([&] { store->rebuild(), rebuilt = true; });
+      if (rebuilt) no_problems(*store);
+    }
+    attempt([&] { store->close(); });
+  }
+}
+
+// Threads put, append to, release and drop the same claims, others wait, and the store is closed meanwhile.
+TEST(threads_that_share_claims_do_no_harm_and_end_when_the_store_is_closed) {
+  for (unsigned round = 0; round < 3; ++round) {
+    auto store = made(options_of_tests(8, 24 << 10));
+    Tasks& tasks = *store->tasks();
+    std::mutex shared_mutex;
+    std::array<ClaimedRow, kTrain> shared{};  // the last claim of each task
+    std::atomic<size_t> calls{0}, puts{0};
+    const auto one_call = [&](std::mt19937& random) {
+      const Store::Call call(*store);
+      const auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
+      const auto task = static_cast<uint32_t>(1 + below(3));
+      const size_t what = below(12);
+      if (what < 2) {
+        insert(*store, 1 + below(2));
+        return;
+      }
+      if (what == 2) {
+        train(*store, 2);
+        return;
+      }
+      if (what < 6) {
+        const auto claimed = tasks.claim(task, {});
+        const std::lock_guard lock(shared_mutex);
+        if (!claimed.empty()) shared[task] = claimed[0];
+        return;
+      }
+      ClaimedRow row;
+      {
+        const std::lock_guard lock(shared_mutex);
+        row = shared[task];
+      }
+      if (!tasks.owns(task, row)) return;
+      if (what == 6) {
+        tasks.release(task, {&row, 1});
+      } else if (what == 7 && below(4) == 0) {
+        tasks.drop(task, {&row, 1});
+      } else if (what < 9 && task == kAnswer) {
+        put(*store, task, row, {0, static_cast<uint32_t>(100 + below(300))}, 1, Write::append, 2);
+      } else {
+        puts += put(*store, task, row, {5, 30, 3}, 2);
+      }
+    };
+    std::vector<std::thread> threads;
+    for (unsigned i = 0; i < 4; ++i) {
+      threads.emplace_back([&, i] {
+        std::mt19937 random(round * 10 + i);
+        for (;; ++calls) {
+          try {
+            one_call(random);
+          } catch (const Error& error) {
+            if (error.kind == ErrorKind::closed) return;
+            // A row that was put meanwhile has other lengths than those that are given, or an answer has no room.
+            CHECK(error.kind == ErrorKind::schema || error.kind == ErrorKind::no_space);
+          }
+        }
+      });
+    }
+    for (const bool space : {false, true}) {
+      threads.emplace_back([&, space] {
+        try {
+          for (;;) {
+            const Store::Call call(*store);
+            const auto& changes = space ? tasks.table().space_changes : tasks.table().figures[kRef].changes;
+            const uint32_t seen = changes.load();
+            space ? tasks.await_space(seen, 60) : tasks.await_due(kRef, seen, 60);
+          }
+        } catch (const Error& error) {
+          CHECK(error.kind == ErrorKind::closed);
+        }
+      });
+    }
+    for (const uint64_t began = monotonic_ns(); puts < 30 && testing::within(began, 10);) ::usleep(1000);
+    for (int i = 0; i < 5; ++i) no_problems(*store);
+    const uint64_t began = monotonic_ns();
+    store->close();
+    for (std::thread& thread : threads) thread.join();
+    CHECK(testing::within(began, 2));
+    CHECK(puts >= 30);
+  }
 }
 
 // Random calls, audited and rebuilt now and then.
