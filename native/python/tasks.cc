@@ -345,13 +345,12 @@ class RowWriter {
       tasks_.finish(write_, task_, left.first(begun));
     } catch (...) {
       try {
-        tasks_.abandon(write_, task_, left);
+        tasks_.abandon(task_, left);
       } catch (const Error&) {
         // The first error is the cause. Spans that are left are freed when this process leaves.
       }
       throw;
     }
-    for (TaskRow& each : left.first(begun)) each.span = 0;  // filled: no later fill touches it
     at_ += begun;
   }
 
