@@ -456,6 +456,10 @@ class Store:
         trust: str,
         step_priorities: bool = False,
         max_priority: bool = False,
+        places: Sequence[tuple[int, int, int, int]] = ...,
+        axes: Sequence[str] = ...,
+        tasks: Sequence[tuple[str, Sequence[int], int]] = ...,
+        span_bytes: int = 0,
     ) -> Store: ...
     @staticmethod
     def attach(name: str, adopt: bool, read_only: bool, timeout_s: float, trust: str = "user") -> Store: ...
@@ -489,6 +493,54 @@ class Store:
     def give_back(self, inserts: int, samples: int, /) -> None: ...
     def abandon(self, rows: _U32, /) -> None: ...
     def abandon_one(self, row: int, /) -> None: ...
+    # Of stores with axes or tasks. A source is (field, a buffer or one for each row, bytes of each string).
+    def insert_with_spans(
+        self,
+        n: int,
+        sources: Sequence[tuple[int, Any, Any]],
+        lengths: _U32,
+        priorities: _F64 | None,
+        versions: _I64 | None,
+        threads: int,
+        timeout_s: float,
+    ) -> tuple[_U32, _U32] | None: ...
+    # (rows, generations, claims, lengths); None: in time none was due; True: none can become due any more.
+    def claim_rows(
+        self, task: int, most: int, max_items: int, axis: int, timeout_s: float
+    ) -> tuple[_U32, _U32, NDArray[np.uint16], _U32] | bool | None: ...
+    def release_rows(self, task: int, rows: _U32, generations: _U32, claims: NDArray[np.uint16], /) -> int: ...
+    def drop_rows(self, task: int, rows: _U32, generations: _U32, claims: NDArray[np.uint16], /) -> int: ...
+    def owned_rows(
+        self, task: int, rows: _U32, generations: _U32, claims: NDArray[np.uint16], /
+    ) -> NDArray[np.uint8]: ...
+    def lengths_of_rows(self, rows: _U32, generations: _U32, /) -> tuple[_U32, NDArray[np.uint8]]: ...
+    # Of each row 0: written, 1: skipped, 2: it found no room in time.
+    def write_rows(
+        self,
+        write: int,
+        task: int,
+        axis: int,
+        rows: _U32,
+        generations: _U32,
+        claims: NDArray[np.uint16] | None,
+        sources: Sequence[tuple[int, Any, Any]],
+        lengths: _U32,
+        item: int,
+        merges: bool,
+        parts: NDArray[np.int32] | None,
+        threads: int,
+        timeout_s: float,
+    ) -> NDArray[np.uint8]: ...
+    # (axis, items, lengths, [(bytes, sizes of strings)])
+    def appended_parts(
+        self, task: int, row: int, generation: int, claim: int, fields: Sequence[int], /
+    ) -> tuple[int, _U32, _U32, list[tuple[NDArray[np.uint8], _U32]]]: ...
+    def task_figures(self) -> dict[str, Any]: ...
+    # (row, pid, inserted_at_ns)
+    def oldest_claim(self, task: int, /) -> tuple[int, int, int] | None: ...
+    def occupancy(self) -> str: ...
+    def end_inserts(self) -> None: ...
+    def is_over(self, task: int, /) -> bool: ...
     def rewrite(
         self,
         rows: _U32,

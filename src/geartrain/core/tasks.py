@@ -1,8 +1,8 @@
 """Tasks of a store: work that is done once per row, the order of tasks, and the checks of both.
 
 A `RowPlan` is the schema of a store with axes or tasks: all fields with the task that writes each, the named axes with
-the task that sets the lengths of each, and the tasks in the order that segments have, which is that of the user with the
-last task at the end. Task number 0 is the insert.
+the task that sets the lengths of each, and the tasks in the order of segments: the user's, with the last task at the
+end. Task number 0 is the insert.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ class RowPlan:
         """A task's number. Raises `SchemaError` for an unknown one."""
         names = list(self.tasks)
         if not isinstance(task, str) or task not in self.tasks:
-            raise SchemaError(f"the store has no task {shown(task)}; it has {some_of(names)}{did_you_mean(task, names)}")
+            raise SchemaError(f"no task {shown(task)} in the store; it has {some_of(names)}{did_you_mean(task, names)}")
         return names.index(task) + 1
 
     def axis(self, name: object) -> int:
         """An axis's number. Raises `SchemaError` for an unknown one."""
         names = [axis.name for axis in self.axes]
         if not isinstance(name, str) or name not in names:
-            raise SchemaError(f"the store has no axis {shown(name)}; it has {some_of(names)}{did_you_mean(name, names)}")
+            raise SchemaError(f"no axis {shown(name)} in the store; it has {some_of(names)}{did_you_mean(name, names)}")
         return names.index(name) + 1
 
     def fields_of(self, task: int) -> dict[str, Field]:
@@ -173,11 +173,11 @@ def row_plan(fields: Mapping[str, Field], tasks: Mapping[str, Task] | None) -> R
     ordered = _ordered({} if tasks is None else _checked(tasks))
     everything = {name: field.once_a_row() for name, field in own.items()}
     writer = dict.fromkeys(everything, 0)
-    for number, (task, described) in enumerate(ordered.items(), 1):
+    for number, (label, described) in enumerate(ordered.items(), 1):
         for name, field in described.fields.items():
             if name in everything:
                 raise SchemaError(
-                    f"the field {name!r} of the task {task!r} is also one of "
+                    f"the field {name!r} of the task {label!r} is also one of "
                     f"{'the insert' if writer[name] == 0 else f'the task {list(ordered)[writer[name] - 1]!r}'}: give "
                     f"one of them another name"
                 )

@@ -152,8 +152,8 @@ class ClaimedRow:
     ) -> None:
         """Appends to the row: more items of the axis that the task sets, or of one of its parts.
 
-        `put` then makes one span of what was appended, item after item. Appends survive this process's death if the task
-        has `keep_partial`.
+        `put` then makes one span of what was appended, item after item. Appends survive this process's death if the
+        task has `keep_partial`.
 
         Args:
             fields: values by field, for names that are no keywords; all fields of the task that have the axis.
@@ -229,10 +229,11 @@ class Claim:
         self._number = task
         self.task = list(self._plan.tasks)[task - 1]
         if found is None:
-            found = tuple(np.empty(0, each) for each in (np.uint32, np.uint32, np.uint16)) + (
-                np.empty((0, len(self._plan.axes)), np.uint32),
-            )
-        rows, generations, self._claims, self._lengths = found
+            none = np.empty(0, np.uint32)
+            found = none, none, none.astype(np.uint16), np.empty((0, len(self._plan.axes)), np.uint32)
+        rows, generations = found[:2]
+        self._claims: NDArray[np.uint16] = found[2]
+        self._lengths: NDArray[np.uint32] = found[3]
         self.keys = Keys.of_rows(rows, generations, store.id)
         self._pid = os.getpid()
         self._ended = not len(rows)
@@ -443,8 +444,8 @@ class Claim:
         axis = self._plan.appended_axis(self._number)
         if axis == 0:
             raise ArgumentError(
-                f"the task {self.task!r} takes no appends: they extend the one axis whose lengths the task sets, or the "
-                f"axis that its field with divides= cuts"
+                f"the task {self.task!r} takes no appends: they extend the one axis whose lengths the task sets, or "
+                f"the axis that its field with divides= cuts"
             )
         item = whole_number("item", item, _MOST_ITEMS)
         if divider is None and item:

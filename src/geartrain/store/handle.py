@@ -178,8 +178,8 @@ class StoreHandle:
         priorities_rounded_up, repairs.
 
         With tasks also rows that are under_way, those that were dropped and given_up (dropped after three deaths), how
-        often a row was set_back to its insert and a claim revoked to make room, and the bytes of spans, span_bytes, with
-        those that are free, free_span_bytes. `task_stats` has the figures of each task.
+        often a row was set_back to its insert and a claim revoked to make room, and span_bytes with those that are
+        free, free_span_bytes. `task_stats` has the figures of each task.
         """
         counts = dict(self.native.counters())
         if self.plan is not None:

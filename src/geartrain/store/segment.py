@@ -246,8 +246,8 @@ def _refuse_for_spans(plan: RowPlan, **options: object) -> None:
     given = [f"{name}={shown(value)}" for name, value in options.items() if value is not None]
     if given:
         raise ArgumentError(
-            f"a store with {'tasks' if plan.tasks else 'axes'} takes no {', '.join(given)}: its rows have no steps, stay "
-            f"until they are drawn, dropped or deleted, and lie in capacity= rows and span_bytes= bytes"
+            f"a store with {'tasks' if plan.tasks else 'axes'} takes no {', '.join(given)}: its rows have no steps, "
+            f"stay until they are drawn, dropped or deleted, and lie in capacity= rows and span_bytes= bytes"
         )
 
 

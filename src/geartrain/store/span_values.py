@@ -27,7 +27,7 @@ _MOST_ITEMS = 2**31 - 1
 
 @dataclass
 class _Values:
-    """A field's values. `rows`: items of each row, or None where they lie one behind the other; `total`: of all rows."""
+    """A field's values: items of each row, None where they lie one behind the other, and of all rows."""
 
     buffers: NDArray[Any] | bytes | list[NDArray[Any]]
     sizes: NDArray[np.uint32] | None
@@ -112,32 +112,32 @@ def collect(
         raise SchemaError(f"field {name!r} has the values of all rows in one array: {how}")
     lengths = np.zeros((n, len(plan.axes)), np.uint32)
     numbers = {axis.name: number for number, axis in enumerate(plan.axes)}
-    told = {axis: "lengths" for axis in known}
+    told = dict.fromkeys(known, "lengths")
     for axis, column in known.items():
         lengths[:, numbers[axis]] = column
     for name, values in parsed.items():
-        axis = plan.fields[name].axis
-        if axis is None or values.rows is None:
+        of = plan.fields[name].axis
+        if of is None or values.rows is None:
             continue
-        column = lengths[:, numbers[axis]]
-        if axis not in told:
-            column[:], told[axis] = values.rows, f"field {name!r}"
+        column = lengths[:, numbers[of]]
+        if of not in told:
+            column[:], told[of] = values.rows, f"field {name!r}"
         elif (wrong := np.flatnonzero(column != values.rows)).size:
             first = wrong[0]
             raise SchemaError(
-                f"field {name!r} has {values.rows[first]} {axis} in row {first} of {n}, "
-                f"{'the row has' if told[axis] == 'lengths' else told[axis] + ' has'} {column[first]}"
+                f"field {name!r} has {values.rows[first]} {of} in row {first} of {n}, "
+                f"{'the row has' if told[of] == 'lengths' else told[of] + ' has'} {column[first]}"
             )
     for name, values in parsed.items():
-        axis = plan.fields[name].axis
-        if axis is None or values.rows is not None:
+        of = plan.fields[name].axis
+        if of is None or values.rows is not None:
             continue
-        if axis not in told:
+        if of not in told:
             raise SchemaError(
-                f"field {name!r} has the values of all rows in one array, and sets the lengths of {axis!r}: {how}"
+                f"field {name!r} has the values of all rows in one array, and sets the lengths of {of!r}: {how}"
             )
-        if (wanted := int(lengths[:, numbers[axis]].sum(dtype=np.int64))) != values.total:
-            raise SchemaError(f"field {name!r} has {values.total} items, the {n} rows have {wanted} {axis}")
+        if (wanted := int(lengths[:, numbers[of]].sum(dtype=np.int64))) != values.total:
+            raise SchemaError(f"field {name!r} has {values.total} items, the {n} rows have {wanted} {of}")
     places = {name: number for number, name in enumerate(plan.fields)}
     return n, [(places[name], values.buffers, values.sizes) for name, values in parsed.items()], lengths
 
@@ -207,7 +207,7 @@ def _in_numpy(field: Field) -> bool:
 
 
 def _whole(name: str, field: Field, data: Any, casting: Casting) -> Any:
-    """An array or tensor of the field's dtype. Python's own numbers have no dtype: they may be converted if they fit."""
+    """An array or tensor of the field's dtype. Python's own numbers have none: they are converted if they fit."""
     if not hasattr(data, "dtype") and not hasattr(data, "__array__") and data is not None and _in_numpy(field):
         found = as_array(name, field, np.asarray(data, field.numpy_dtype) if _is_empty(data) else data, "same_kind")
         if field.numpy_dtype.kind in "iu":

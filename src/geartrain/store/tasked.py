@@ -14,7 +14,7 @@ from geartrain.core.arguments import check_whole, default_threads, shown, some_o
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, SchemaError, StoreClosedError, WaitTimeoutError
-from geartrain.store.claims import PUT, REWRITE, Claim, timed_out, write_rows
+from geartrain.store.claims import REWRITE, Claim, timed_out, write_rows
 from geartrain.store.columns import as_column
 from geartrain.store.insert import CASTINGS, Casting
 from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
@@ -385,7 +385,8 @@ class TaskedStore(WritableStore):
             waited_s = time.monotonic() - began_s
             if timeout_s is not None and waited_s >= timeout_s:
                 raise WaitTimeoutError(
-                    f"no row of the store {self.name!r} was due for {task!r} within {timeout_s:g} s: {self._lag(number)}"
+                    f"no row of the store {self.name!r} was due for {task!r} within {timeout_s:g} s: "
+                    f"{self._lag(number)}"
                 )
             if waited_s >= word_s:
                 _log.warning(
