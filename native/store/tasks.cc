@@ -199,12 +199,12 @@ uint64_t Tasks::take_span(uint32_t task, const TaskRow& from, uint8_t axis, bool
 }
 
 template <typename Lost>
-uint64_t Tasks::sift(uint32_t row, uint32_t task, uint64_t chain, uint64_t first, Lost&& lost, Woken& woken) {
+uint64_t Tasks::sift(uint32_t row, uint32_t task, TaskWord word, uint64_t first, Lost&& lost, Woken& woken) {
   uint64_t kept_first = first, kept_last = first;
   std::vector<uint64_t> gone;
-  for (Chain at(*this, chain); at;) {
+  for (Chain at(*this, word.span); at;) {
     const uint64_t span = at.at;
-    SpanHead& its = at.head();
+    const SpanHead& its = at.head();
     if (its.row != row || its.task != task) store_.fail_damaged("a row's task leads to another row's unit", span);
     at.next();
     if (span == first) continue;
@@ -220,6 +220,9 @@ uint64_t Tasks::sift(uint32_t row, uint32_t task, uint64_t chain, uint64_t first
     kept_last = span;
   }
   if (kept_last != 0) head(kept_last).next.store(0, kRelaxed);
+  word.span = kept_first;
+  set_word(row, task, word);
+  std::atomic_signal_fence(std::memory_order_release);  // a span that a word leads to is never free
   for (const uint64_t span : gone) heap_.give(span);
   if (!gone.empty()) woken.space();
   return kept_first;
@@ -268,9 +271,7 @@ bool Tasks::begin_insert(std::span<TaskRow> rows) {
     if (rows[i].span != 0) continue;
     for (size_t back = 0; back < rows.size(); ++back) {
       const uint32_t row = taken[back];
-      TaskWord its = word(row, 0);
-      its.span = sift(row, 0, its.span, 0, [](const SpanHead&) { return true; }, woken);
-      set_word(row, 0, its);
+      sift(row, 0, word(row, 0), 0, [](const SpanHead&) { return true; }, woken);
       store_.unhold(row);
       store_.put_free_row(row);
     }
@@ -325,9 +326,7 @@ void Tasks::abandon_insert(std::span<const TaskRow> rows) {
   for (const TaskRow& each : rows) {
     if (each.row == kNoRow) continue;
     store_.check_held({&each.row, 1});
-    TaskWord its = word(each.row, 0);
-    its.span = sift(each.row, 0, its.span, 0, [](const SpanHead&) { return true; }, woken);
-    set_word(each.row, 0, its);
+    sift(each.row, 0, word(each.row, 0), 0, [](const SpanHead&) { return true; }, woken);
     store_.unhold(each.row);
     store_.put_free_row(each.row);
   }
@@ -462,16 +461,13 @@ void Tasks::unclaim(uint32_t row, uint32_t task, bool died, Woken& woken) {
   const uint32_t slot = its.slot;
   no_claim(its, task);
   const bool keep = (record(task).flags & kKeepPartial) != 0;
-  its.span = sift(
-      row, task, its.span, 0,
-      [&](const SpanHead& head) {
-        const uint32_t mark = head.mark.load(kRelaxed);
-        return mark == kFilled ? !keep || head.axis == 0 : died && mark == filled_by(slot);
-      },
-      woken);
   its.state = TaskState::not_done;
   if (died && its.deaths < kMaxDeaths) ++its.deaths;
-  set_word(row, task, its);
+  const auto lost = [&](const SpanHead& head) {
+    const uint32_t mark = head.mark.load(kRelaxed);
+    return mark == kFilled ? !keep || head.axis == 0 : died && mark == filled_by(slot);
+  };
+  sift(row, task, its, 0, lost, woken);
   if (died) {
     figures(task).deaths.fetch_add(1, kRelaxed);
     if (its.deaths >= kDeathsAllowed && !rebuilding_) {
@@ -574,13 +570,10 @@ bool Tasks::freed(uint32_t row) {
   uint32_t writer = kNoClient;
   for (uint32_t task = 0; task <= count_; ++task) {
     const TaskWord its = word(row, task);
-    uint64_t left = 0;
-    if (its.state != TaskState::taken) {
-      left =
-          sift(row, task, its.span, 0, [](const SpanHead& head) { return head.mark.load(kRelaxed) == kFilled; }, woken);
-    }
+    const uint64_t chain = its.state == TaskState::taken ? 0 : its.span;
+    const auto lost = [](const SpanHead& head) { return head.mark.load(kRelaxed) == kFilled; };
+    const uint64_t left = sift(row, task, {.span = chain}, 0, lost, woken);
     if (left != 0) writer = head(left).mark.load(kRelaxed) >> 8;
-    set_word(row, task, {.span = left});
   }
   woken.space();
   if (writer == kNoClient) {
@@ -682,13 +675,8 @@ void Tasks::finish(Write write, uint32_t task, std::span<TaskRow> rows) {
       its.claim = static_cast<uint16_t>((its.claim + (write == Write::rewrite ? 1 : 0)) % kClaimNumbers);
       if (each.span != 0) its.span = each.span;
       set_word(each.row, task, its);
-      const uint64_t front = sift(
-          each.row, task, its.span, each.span, [](const SpanHead& one) { return one.mark.load(kRelaxed) == kFilled; },
-          woken);
-      if (front != its.span) {  // a task without fields has no span to keep
-        its.span = front;
-        set_word(each.row, task, its);
-      }
+      const auto lost = [](const SpanHead& one) { return one.mark.load(kRelaxed) == kFilled; };
+      sift(each.row, task, its, each.span, lost, woken);
       if (write == Write::put) task_done(each.row, task, sums, woken);
     }
   }
@@ -727,8 +715,7 @@ void Tasks::discard(const TaskRow& each, uint32_t task, Woken& woken) {
   bool found = false;
   for (Chain at(*this, its.span); at; at.next()) found |= at.at == mine;
   if (!found) store_.fail_damaged("a span is not its row's any more, unit", mine);
-  its.span = sift(each.row, task, its.span, 0, [&](const SpanHead& one) { return &one == heap_.head(mine); }, woken);
-  set_word(each.row, task, its);
+  sift(each.row, task, its, 0, [&](const SpanHead& one) { return &one == heap_.head(mine); }, woken);
   const bool waited = s.state == RowState::writing && word(each.row, 0).state == TaskState::not_done;
   if (!waited || s.owner != store_.client_slot_.load(kRelaxed)) return;
   store_.unhold(each.row);
@@ -784,7 +771,7 @@ std::vector<ChainPart> Tasks::chain(uint32_t task, const ClaimedRow& row) {
   for (Chain at(*this, word(row.row, task).span); at; at.next()) {
     const SpanHead& its = at.head();
     if (its.mark.load(kRelaxed) != kFilled) continue;
-    ChainPart part{at.at, its.size.load(kRelaxed) & ((uint64_t{1} << 40) - 1), its.item, its.axis, {}};
+    ChainPart part{at.at, its.size.load(kRelaxed) & kSpanUnits, its.item, its.axis, {}};
     for (uint32_t i = 0; i < kMaxAxes; ++i) part.lengths[i] = its.lengths[i].load(kRelaxed);
     parts.push_back(part);
   }
@@ -849,9 +836,7 @@ void Tasks::set_back(uint32_t row, Woken& woken) {
     }
     const uint64_t chain = its.span;
     its = {.claim = static_cast<uint16_t>((its.claim + 1) % kClaimNumbers), .span = chain};
-    set_word(row, task, its);
-    its.span = sift(row, task, chain, 0, [](const SpanHead&) { return true; }, woken);
-    set_word(row, task, its);
+    sift(row, task, its, 0, [](const SpanHead&) { return true; }, woken);
   }
   for (const uint32_t task : latest_first_) {
     if (record(task).after == 0) set_due(task, row, woken);
@@ -1024,10 +1009,9 @@ void Tasks::release_claims_of(uint32_t slot) {
   for (uint64_t row = store_.client(slot).held, held = 0; row != kNoRow; row = store_.status()[row].next) {
     if (held++ == store_.header().capacity) store_.fail_damaged("a client is said to hold row", row);
     for (uint32_t task = 0; task <= count_; ++task) {
-      TaskWord its = word(static_cast<uint32_t>(row), task);
+      const TaskWord its = word(static_cast<uint32_t>(row), task);
       if (its.span == 0 || its.state == TaskState::taken) continue;
-      its.span = sift(static_cast<uint32_t>(row), task, its.span, 0, mine, woken);
-      set_word(static_cast<uint32_t>(row), task, its);
+      sift(static_cast<uint32_t>(row), task, its, 0, mine, woken);
     }
   }
   if (table_->claims[slot] == 0) return;
@@ -1037,10 +1021,7 @@ void Tasks::release_claims_of(uint32_t slot) {
       if (its.state == TaskState::claimed && its.slot == slot) {
         unclaim(row, task, died, woken);
       } else if (its.state == TaskState::done && its.span != 0) {
-        const uint64_t left = sift(row, task, its.span, 0, mine, woken);
-        if (left == its.span) continue;
-        its.span = left;
-        set_word(row, task, its);
+        sift(row, task, its, 0, mine, woken);
       }
     }
   }
@@ -1105,7 +1086,7 @@ void Tasks::finish_rebuild(std::span<const bool> alive, Store::Sums& sums) {
           head(previous).next.store(span, kRelaxed);
         }
         previous = span;
-        living.push_back({span, one.size.load(kRelaxed) & ((uint64_t{1} << 40) - 1)});
+        living.push_back({span, one.size.load(kRelaxed) & kSpanUnits});
         if (mark != kFilled && one.reserved == kRewrites) ++table_->claims[mark >> 8];
       }
       if (previous != 0) head(previous).next.store(0, kRelaxed);
@@ -1163,7 +1144,7 @@ void Tasks::audit(const std::function<void(const std::string&)>& wrong) const {
       if (its.state == TaskState::taken) continue;
       for (Chain at(*this, its.span); at; at.next()) {
         const SpanHead& one = at.head();
-        units += one.size.load(kRelaxed) & ((uint64_t{1} << 40) - 1);
+        units += one.size.load(kRelaxed) & kSpanUnits;
         if (one.row != row || one.task != task) wrong(message_of({"row ", row, " has a span of another row"}));
         if (one.mark.load(kRelaxed) != kFilled && one.reserved == kRewrites) {
           ++claims[one.mark.load(kRelaxed) >> 8 & 0xff];

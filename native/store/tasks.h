@@ -197,10 +197,10 @@ class Tasks {
   bool under_way(uint32_t row) const;
   void locked_lengths(uint32_t row, AxisLengths* out) const;
   uint64_t take_span(uint32_t task, const TaskRow& from, uint8_t axis, bool rewrites);
-  // Frees the spans of a chain that `lost` names, and links the others in their order, `first` in front. Returns what
-  // the word leads to then.
+  // Stores a word without the spans of its chain that `lost` names, the others in their order and `first` in front, and
+  // frees those. Returns what the word leads to then.
   template <typename Lost>
-  uint64_t sift(uint32_t row, uint32_t task, uint64_t chain, uint64_t first, Lost&& lost, Woken& woken);
+  uint64_t sift(uint32_t row, uint32_t task, TaskWord word, uint64_t first, Lost&& lost, Woken& woken);
   bool has_unfilled(uint32_t row) const;
   void no_claim(TaskWord& word, uint32_t task);
   void not_remaining(uint32_t task, Woken& woken);

@@ -7,18 +7,27 @@ older row needed the room, nothing is written through the claim any more.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_flag, refuse_copies, shown, timeout, whole_number
+from geartrain.core.arguments import (
+    check_flag,
+    did_you_mean,
+    refuse_copies,
+    shown,
+    some_of,
+    timeout,
+    whole_number,
+)
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, FieldError, GeartrainError, StaleClaimError, WaitTimeoutError
 from geartrain.store.handle import StoreHandle
+from geartrain.store.packed import AxisBounds, PackedFields, PackedReader
 from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
 from geartrain.store.span_values import Source, check_names, collect
 
@@ -131,6 +140,26 @@ class ClaimedRow:
         """The row's key, one `Keys` of length 1. It stays the row's until the row is freed."""
         return self._claim.keys[self._index]
 
+    def __getitem__(self, name: str) -> Any:
+        """The row's value of a field of the tasks before: (m, ...) with an axis, (...) without; strings as they are.
+
+        Raises:
+            FieldError: there is no such field, or it may not be there yet.
+            StaleClaimError: the row was dropped or taken back before it was read.
+        """
+        return self._claim._of_row(self._index, name)
+
+    def length(self, axis: str) -> int:
+        """Items of an axis.
+
+        Args:
+            axis: name of an axis whose lengths are known before the task.
+
+        Raises:
+            FieldError: they are not.
+        """
+        return int(self._claim._axis(axis).lengths[self._index])
+
     @property
     def partial(self) -> Partial:
         """What was appended to the row so far, by this claim and with `keep_partial` by those before.
@@ -208,21 +237,26 @@ class ClaimedRow:
         return f"ClaimedRow(task={self._claim.task!r}, row={self.key.row[0]})"
 
 
-class Claim:
+class Claim(PackedFields):
     """Rows of a task that this process works on, oldest first. Made by `claims`, `claim` and `claim_async` of a store.
 
+    `claim["ids"]` has the values of all rows one behind the other, as a copy; fields of the tasks before can be read.
     Iterating gives each row as a `ClaimedRow`. As a context manager it releases at its end what was neither put nor
     dropped. An empty claim is false. Any thread may put, drop and release; a forked child may not.
 
+    If a row is dropped or taken back before it was read, its values are zeros of the same shapes, and `put` skips it.
+
     Args:
-        store, task, found: set by the store.
+        store, task, found, output: set by the store.
 
     Attributes:
         keys: the rows' keys. They stay valid until the rows are freed.
         task: name of the task.
     """
 
-    def __init__(self, store: StoreHandle, task: int, found: tuple[NDArray[Any], ...] | None) -> None:
+    def __init__(
+        self, store: StoreHandle, task: int, found: tuple[NDArray[Any], ...] | None, output: str = "torch"
+    ) -> None:
         assert store.plan is not None
         self._plan: RowPlan = store.plan
         self._native = store.native
@@ -237,6 +271,11 @@ class Claim:
         self.keys = Keys.of_rows(rows, generations, store.id)
         self._pid = os.getpid()
         self._ended = not len(rows)
+        self._output = output
+        self._device = None
+        self._shown: dict[str, Any] = {}
+        self._bounds: dict[str, AxisBounds] = {}
+        self._lost = np.zeros(len(rows), bool)  # rows whose values are zeros
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copies(self, "it belongs to the process that made it; pass on the values that you read")
@@ -255,6 +294,63 @@ class Claim:
 
     def __repr__(self) -> str:
         return f"Claim({self.task!r}, {len(self)} rows)"
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    def _read(self, names: Sequence[str]) -> None:
+        before = self._plan.before(self._number)
+        for name in names:
+            if not isinstance(name, str) or name not in self._plan.fields:
+                known = [each for each in self._plan.fields if self._plan.writer[each] in before]
+                raise FieldError(
+                    f"a claim of {self.task!r} has the fields {some_of(known)}, not {shown(name)}"
+                    f"{did_you_mean(name, known)}"
+                )
+            if self._plan.writer[name] not in before:
+                writer = list(self._plan.tasks)[self._plan.writer[name] - 1]
+                raise FieldError(
+                    f"the field {name!r} may not be there yet: {self.task!r} does not come after {writer!r}, which "
+                    f"writes it"
+                )
+        self._show(names, self._found(names), names)
+
+    def _read_axis(self, axis: str) -> None:
+        number = self._plan.axis(axis) - 1
+        if self._plan.axes[number].owner not in self._plan.before(self._number):
+            raise FieldError(
+                f"the lengths of {axis!r} are not known before {self.task!r}; known are {some_of(self._known_axes())}"
+            )
+        if self._plan.axes[number].divided_by is None:
+            self._bounds[axis] = AxisBounds(*_bounds_of(self._lengths[:, number]), None)
+        else:
+            self._show_axis(axis, self._found((), (axis,)))
+
+    def _found(self, names: Sequence[str], axes: Sequence[str] = ()) -> Any:
+        """What was read of the rows; zeros of those that are gone."""
+        if not self._native.closed:
+            self._check_process()
+        found = PackedReader(self._native, self._plan, names, axes).read(self.keys)
+        torn = found.torn().astype(bool)
+        if not torn.any():
+            return found
+        self._lost |= torn
+        return _WithZeros(self._plan, names, found, torn, self._lengths)
+
+    def _known_axes(self) -> list[str]:
+        before = self._plan.before(self._number)
+        return [axis.name for axis in self._plan.axes if axis.owner in before]
+
+    def _rows(self) -> int:
+        return len(self)
+
+    def _of_row(self, i: int, name: str) -> Any:
+        values, axis = self[name], self._plan.fields[name].axis
+        if self._lost[i]:
+            raise self._stale(i)
+        if axis is None:
+            return values[i]
+        bounds = self._axis(axis).bounds
+        return values[bounds[i] : bounds[i + 1]]
 
     # --- ending -----------------------------------------------------------------------------------------------
 
@@ -500,10 +596,68 @@ class Claim:
             for item, count in lengths.items():
                 found[item], at = strings[at : at + count], at + count
             return found
-        values = raw.view(field.numpy_dtype).reshape(-1, *field.shape)
+        values = self._as_field(
+            raw.view(np.dtype(f"V{field.itemsize}") if field.itemsize > 8 else f"u{field.itemsize}").reshape(
+                -1, *field.shape
+            ),
+            field.dtype,
+        )
         for item, count in lengths.items():
             found[item], at = values[at : at + count], at + count
         return found
+
+
+def _bounds_of(lengths: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Lengths as int32, and where each row begins and the last one ends."""
+    return lengths.astype(np.int32), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
+
+
+class _WithZeros:
+    """Packed arrays of which some rows are gone: these are zeros and empty strings, with the lengths they had."""
+
+    def __init__(
+        self,
+        plan: RowPlan,
+        names: Sequence[str],
+        found: _native.PackedArrays,
+        torn: NDArray[np.bool_],
+        lengths: NDArray[np.uint32],
+    ) -> None:
+        self._plan, self._names, self._found, self._torn, self._lengths = plan, names, found, torn, lengths
+
+    def _items(self, axis: str | None) -> NDArray[np.int64]:
+        if axis is None:
+            return np.ones(len(self._torn), np.int64)
+        return self._lengths[:, self._plan.axis(axis) - 1].astype(np.int64)
+
+    def _there(self, axis: str | None) -> NDArray[np.bool_]:
+        return np.repeat(~self._torn, self._items(axis))
+
+    def field(self, place: int) -> NDArray[Any]:
+        there = self._there(self._plan.fields[self._names[place]].axis)
+        values = self._found.field(place)
+        out = np.zeros((len(there), *values.shape[1:]), values.dtype)
+        out[there] = values
+        return out
+
+    def strings(self, place: int) -> list[Any]:
+        field = self._plan.fields[self._names[place]]
+        values, none = iter(self._found.strings(place)), "" if field.kind == "text" else b""
+        return [next(values) if there else none for there in self._there(field.axis)]
+
+    def axis(self, number: int) -> tuple[Any, Any, Any]:
+        axis = self._plan.axes[number - 1]
+        lengths, bounds = _bounds_of(self._lengths[:, number - 1])
+        if axis.divided_by is None:
+            return lengths, bounds, None
+        by = self._plan.fields[axis.divided_by].axis
+        counts = self._items(by)
+        parts = np.zeros(int(counts.sum()), np.int64)
+        parts[self._there(by)] = np.diff(self._found.axis(number)[2])
+        first = np.cumsum(counts) - counts
+        gone = self._torn & (counts > 0)
+        parts[first[gone]] = lengths[gone]  # all in one of them, so that they add up
+        return lengths, bounds, _bounds_of(parts)[1]
 
 
 def _one_row(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,11 +17,13 @@ from geartrain.errors import ArgumentError, SchemaError, StoreClosedError, WaitT
 from geartrain.store.claims import REWRITE, Claim, timed_out, write_rows
 from geartrain.store.columns import as_column
 from geartrain.store.insert import CASTINGS, Casting
+from geartrain.store.packed import check_output
 from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
 from geartrain.store.span_values import check_names, collect, lengths_given
 from geartrain.store.waiting_claims import claim_later
 from geartrain.store.writable import WritableStore
 
+Output = Literal["torch", "numpy"]
 _log = logging.getLogger(__name__)
 #: An idle loop tells after so many seconds what it waits for, and then at four times the time each.
 FIRST_WORD_S = 10.0
@@ -174,6 +176,7 @@ class TaskedStore(WritableStore):
         max_items: int | None = None,
         of: str | None = None,
         timeout_s: float | None = None,
+        output: Output = "torch",
     ) -> Iterator[Claim]:
         """Claims due rows of a task again and again: a loop over claims, oldest rows first.
 
@@ -190,6 +193,7 @@ class TaskedStore(WritableStore):
             max_items: most items of the axis `of` in a claim. One row alone may have more.
             of: name of the axis that `max_items` counts; by default the store's only one.
             timeout_s: longest wait for a due row, in seconds; by default there is no limit.
+            output: "torch" reads tensors, "numpy" arrays.
 
         Returns:
             An iterator over claims.
@@ -215,14 +219,14 @@ class TaskedStore(WritableStore):
         number, most, items, axis = self._asked(task, n, max_items, of)
         limit_s = None if timeout_s is None else timeout(timeout_s)
         self.native.task_figures()  # a closed store refuses at once
-        return self._claims(number, task, most, items, axis, limit_s)
+        return self._claims(number, task, most, items, axis, limit_s, check_output(output))
 
     def _claims(
-        self, number: int, task: str, most: int, items: int, axis: int, timeout_s: float | None
+        self, number: int, task: str, most: int, items: int, axis: int, timeout_s: float | None, output: str
     ) -> Iterator[Claim]:
         while True:
             try:
-                found = self._wait_for_due(number, task, most, items, axis, timeout_s)
+                found = self._wait_for_due(number, task, most, items, axis, timeout_s, output)
             except StoreClosedError:
                 return
             if found is None:
@@ -238,13 +242,14 @@ class TaskedStore(WritableStore):
         max_items: int | None = None,
         of: str | None = None,
         timeout_s: float = 0.0,
+        output: Output = "torch",
     ) -> Claim:
         """Claims due rows of a task once.
 
         Release what you do not put or drop, or use the claim as a context manager, which does it at its end.
 
         Args:
-            task, n, max_items, of: as in `claims`.
+            task, n, max_items, of, output: as in `claims`.
             timeout_s: longest wait for a due row, in seconds. 0 does not wait.
 
         Returns:
@@ -255,8 +260,9 @@ class TaskedStore(WritableStore):
             StoreClosedError: the store was closed.
         """
         number, most, items, axis = self._asked(task, n, max_items, of)
+        output = check_output(output)
         found = self.native.claim_rows(number, most, items, axis, timeout(timeout_s))
-        return Claim(self, number, found if isinstance(found, tuple) else None)
+        return Claim(self, number, found if isinstance(found, tuple) else None, output)
 
     async def claim_async(
         self,
@@ -266,13 +272,14 @@ class TaskedStore(WritableStore):
         max_items: int | None = None,
         of: str | None = None,
         timeout_s: float | None = None,
+        output: Output = "torch",
     ) -> Claim:
         """Claims due rows of a task once, without blocking the event loop meanwhile.
 
         All calls of a process share one thread that waits. A call that is cancelled releases what it got.
 
         Args:
-            task, n, max_items, of: as in `claims`.
+            task, n, max_items, of, output: as in `claims`.
             timeout_s: longest wait for a due row, in seconds; by default there is no limit.
 
         Returns:
@@ -284,10 +291,11 @@ class TaskedStore(WritableStore):
         """
         number, most, items, axis = self._asked(task, n, max_items, of)
         limit_s = _FOREVER_S if timeout_s is None else timeout(timeout_s)
+        output = check_output(output)
         found = self.native.claim_rows(number, most, items, axis, 0.0)
         if found is None and limit_s > 0:
             found = await claim_later(self.native, (number, most, items, axis), limit_s)
-        return Claim(self, number, found if isinstance(found, tuple) else None)
+        return Claim(self, number, found if isinstance(found, tuple) else None, output)
 
     def put(
         self,
@@ -369,7 +377,7 @@ class TaskedStore(WritableStore):
     # --- waits ----------------------------------------------------------------------------------------------
 
     def _wait_for_due(
-        self, number: int, task: str, most: int, items: int, axis: int, timeout_s: float | None
+        self, number: int, task: str, most: int, items: int, axis: int, timeout_s: float | None, output: str
     ) -> Claim | None:
         """A claim of rows; None where none can become due any more."""
         began_s = time.monotonic()
@@ -379,7 +387,7 @@ class TaskedStore(WritableStore):
             left_s = _FOREVER_S if timeout_s is None else max(0.0, timeout_s - waited_s)
             found = self.native.claim_rows(number, most, items, axis, min(left_s, max(0.0, word_s - waited_s)))
             if isinstance(found, tuple):
-                return Claim(self, number, found)
+                return Claim(self, number, found, output)
             if found is not None:
                 return None
             waited_s = time.monotonic() - began_s
