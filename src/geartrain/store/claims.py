@@ -64,8 +64,7 @@ def write_rows(
     wrote = native.write_rows(
         how, task, axis, rows, generations, claims, sources, lengths, item, merges, parts, 0, timeout_s
     )
-    waiting = int((wrote == _WAITS).sum())
-    if waiting:
+    if waiting := wrote.tolist().count(_WAITS):
         raise timed_out(native, f"{waiting} of {len(wrote)} rows found no room within {timeout_s:g} s")
     return wrote == _STALE  # type: ignore[no-any-return]
 
@@ -458,18 +457,12 @@ class Claim(PackedFields):
 
     def _appendable(self) -> tuple[list[str], str | None]:
         """Fields that appends to the task write, and the field that divides their axis."""
-        axis = self._plan.appended_axis(self._number)
-        if axis == 0:
-            return [], None
-        of = self._plan.axes[axis - 1]
-        return [name for name, field in self._plan.fields_of(self._number).items() if field.axis == of.name], (
-            of.divided_by
-        )
+        return self._plan.appendable[self._number]
 
     def _leaves_appended(self, given: Mapping[str, Any]) -> bool:
         """Whether a put leaves out all fields that may have been appended."""
         names, _ = self._appendable()
-        return bool(names) and not set(names) & set(given)
+        return bool(names) and not any(name in given for name in names)
 
     def _write(
         self, how: int, which: slice, sources: list[Source], lengths: NDArray[np.uint32], timeout_s: float, **more: Any

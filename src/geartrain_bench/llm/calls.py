@@ -18,6 +18,7 @@ from geartrain_bench.harness.timing import Lap, System
 from geartrain_bench.llm.run import Run, prepared
 from geartrain_bench.llm.samples import (
     TOKEN_FIELDS,
+    USUAL,
     answer_fields,
     digest,
     in_rows,
@@ -205,7 +206,7 @@ def one_row(run: Run) -> None:
     with (
         store_of_tasks(run.store_name(), tasks, times, room) as tasked,
         store_of_answers(run.store_name(), times, room) as plain,
-        Store.create(run.store_name(), fields, max_length=length, capacity=64) as padded,
+        Store.create(run.store_name(), fields, max_length=USUAL.high, capacity=64) as padded,
     ):
 
         def claimed(times: int) -> Sequence[Any]:
@@ -225,7 +226,7 @@ def one_row(run: Run) -> None:
         def write() -> None:
             with padded.row() as row:
                 for name in TOKEN_FIELDS:
-                    row[name] = values[name]
+                    row[name][:length] = values[name]
                 row.length = length
 
         systems = [
