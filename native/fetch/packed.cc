@@ -116,8 +116,11 @@ uint64_t PackedRows::read(const Room& room, unsigned threads) {
     if (settle()) break;
   }
   const auto torn = static_cast<uint64_t>(std::ranges::count(torn_, uint8_t{1}));
+  const auto unready = size() - static_cast<size_t>(std::ranges::count(unready_, uint8_t{0}));
   const Store& store = plan_->store();
-  if (torn != 0 && !store.read_only()) store.control().counters.torn.fetch_add(torn, std::memory_order_relaxed);
+  if (torn > unready && !store.read_only()) {
+    store.control().counters.torn.fetch_add(torn - unready, std::memory_order_relaxed);
+  }
   return torn;
 }
 

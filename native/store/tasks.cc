@@ -956,9 +956,27 @@ void Tasks::reap_claims() {
   }
 }
 
+// Rows are between two counts for a moment, which only the lock's holder does not see.
 bool Tasks::is_over(uint32_t task) const {
-  return table_->finished.load(std::memory_order_acquire) != 0 && figures(task).remaining.load(kRelaxed) == 0 &&
-         store_.control().writing_count == 0;
+  const auto over = [&] {
+    return table_->finished.load(std::memory_order_acquire) != 0 && figures(task).remaining.load(kRelaxed) == 0 &&
+           store_.control().writing_count == 0;
+  };
+  if (!over()) return false;
+  const Store::Guard guard(store_);
+  return over();
+}
+
+bool Tasks::ends_below(uint64_t rows) {
+  const auto ends = [&] {
+    const Control& c = store_.control();
+    if (table_->finished.load(std::memory_order_acquire) == 0 || c.writing_count != 0) return false;
+    return (count_ == 0 ? store_.committed_count() : figures(last()).remaining.load(kRelaxed) - c.exhausted_count) <
+           rows;
+  };
+  if (!ends()) return false;
+  const Store::Guard guard(store_);
+  return ends();
 }
 
 void Tasks::end_inserts() {

@@ -1,7 +1,7 @@
 """Packed fields: the values of rows that have their own lengths, one row's behind the other's and without padding.
 
-Claims and batches of a store with axes are `PackedFields`. `joined` puts several fields of a sequence behind each other,
-as a model reads prompt and answer, and takes results apart again.
+Claims and batches of a store with axes are `PackedFields`. `joined` puts several fields of a sequence behind each
+other, as a model reads prompt and answer, and takes results apart again.
 """
 
 from __future__ import annotations
@@ -355,8 +355,8 @@ class Joined:
         shape = tuple(getattr(values, "shape", ()))
         if not shape or shape[0] != len(self.values):
             raise ArgumentError(
-                f"part takes an entry for each of the {len(self.values)} joined values, ({len(self.values)}, ...); found "
-                f"an array of shape {shape}. A model's batch axis of 1 goes with values[0]"
+                f"part takes one entry for each joined value, ({len(self.values)}, ...); found an array of shape {shape}. "
+                f"A model's batch axis of 1 goes with values[0]"
             )
         at = self._at[name]
         if not hasattr(values, "detach"):
@@ -377,7 +377,8 @@ def _positions(bounds: NDArray[Any]) -> NDArray[np.int64]:
 def _spread(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """All places of runs that begin at `starts`: starts[0], starts[0] + 1, ..., starts[1], ..."""
     ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+    places: NDArray[np.int64] = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+    return places
 
 
 def _join(names: Sequence[str], values: Sequence[Any], runs: Sequence[_Runs], as_output: Any) -> Joined:
