@@ -5,7 +5,6 @@ All other tables of dtypes (for reductions, messages and GPU copies) derive from
 
 from __future__ import annotations
 
-import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable

@@ -209,11 +209,17 @@ def _dtype_in_numpy(field: Field) -> np.dtype[Any] | None:
 
 def _whole(name: str, field: Field, data: Any, casting: Casting) -> Any:
     """An array or tensor of the field's dtype. Python's own numbers have none: they are converted if they fit."""
-    if not hasattr(data, "dtype") and not hasattr(data, "__array__") and data is not None and _dtype_in_numpy(field):
-        found = as_array(name, field, np.asarray(data, field.numpy_dtype) if _is_empty(data) else data, "same_kind")
-        if field.numpy_dtype.kind in "iu":
-            _check_range(name, field, data)
-        return found
+    if (
+        not hasattr(data, "dtype")
+        and not hasattr(data, "__array__")
+        and data is not None
+        and _dtype_in_numpy(field) is not None
+    ):
+        if _is_empty(data):
+            data = np.asarray(data, field.numpy_dtype)
+        if field.numpy_dtype.kind in "iu" and _is_in_range(name, field, data):
+            return np.asarray(data, field.numpy_dtype)
+        return as_array(name, field, data, "same_kind")
     return as_array(name, field, data, casting)
 
 
@@ -224,13 +230,20 @@ def _is_empty(data: Any) -> bool:
         return False
 
 
-def _check_range(name: str, field: Field, data: Any) -> None:
-    wide = np.asarray(data)
+def _is_in_range(name: str, field: Field, data: Any) -> bool:
+    """Whether these are whole numbers. Raises `SchemaError` if the field does not hold all of them."""
+    try:
+        wide = np.asarray(data)
+    except (TypeError, ValueError, OverflowError):
+        return False  # `as_array` says what is wrong with them
+    if wide.dtype.kind not in "iu":
+        return False
     most = np.iinfo(field.numpy_dtype)
-    if wide.size and wide.dtype.kind in "iu" and not most.min <= int(wide.min()) <= int(wide.max()) <= most.max:
+    if wide.size and not most.min <= int(wide.min()) <= int(wide.max()) <= most.max:
         raise SchemaError(
             f"field {name!r} holds {field.dtype}, from {most.min} to {most.max}; found {wide.min()} to {wide.max()}"
         )
+    return True
 
 
 def _memory(name: str, field: Field, array: Any) -> NDArray[Any]:
