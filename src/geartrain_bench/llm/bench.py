@@ -2,32 +2,33 @@
 
 | part | geartrain | beside it |
 |---|---|---|
-| put | `claim.put` of 256 answers of 200 to 2,048 tokens, four fields, in rows of 16 and of 1; appended answer by answer | TransferQueue's `kv_batch_put` |
-| packed fetch | `gt.fetch`, all fields and `cu_seqlens` | `kv_batch_get` |
-| a later field | `claim.put` and `Store.put` of a float32 a token | `Store.write` into padded rows; a `kv_batch_put` |
-| one row | `row.put`, `insert` | `Store.row` of a padded row; a `kv_batch_put` |
+| put | `claim.put` of 256 answers in rows of 16 and of 1; appended answer by answer | TransferQueue's `kv_batch_put` |
+| packed fetch | `gt.fetch` of all fields, with `cu_seqlens` | `kv_batch_get` |
+| a later field | `claim.put` and `Store.put` of a float32 a token | `Store.write` of padded rows; `kv_batch_put` |
+| one row | `row.put`, `insert` | `Store.row` of a padded row; `kv_batch_put` |
 | claims | 16 of 8,192 due rows, 16 processes | `get_meta` of one client |
 | wake | a put until a process that waits for a claim runs, a core each | a byte through a named pipe |
-| the example | loader, tasks and learner of the GRPO example, six processes, 16 answers of 20 tokens a row | |
-| memory | bytes of a full region over those of its values, four distributions, rows of 16 and 1, growing ones too | |
-| cold gather | `gt.fetch` of random rows of 512 MB, by CPU time on one thread | one copy of as many bytes from a random place |
+| the example | loader, tasks and learner of the GRPO example in six processes, 16 answers of 20 tokens a row | |
+| memory | bytes of a full region over those of its values, four distributions of lengths | |
+| cold gather | `gt.fetch` of random rows of 512 MB, by CPU time on one thread | one copy of as many bytes |
 
-The floor of a call is one warm `numpy.copyto` of the same bytes. CPU time is that of all threads of the process; of
-TransferQueue it is that of the client and its actors (a controller, two units), without Ray's own daemons. TransferQueue
-runs in its own environment (`--baseline-python transferqueue=PYTHON`), and its laps are interleaved with ours. It gets
-the same bytes: their hash, from what its `kv_batch_get` returns, is compared with ours.
+Answers have 200 to 2,048 tokens and four fields of 13 bytes a token: int32, float32, bool, int32. The floor of a call
+is one warm `numpy.copyto` of the same bytes. CPU time is that of all threads of the process. That of TransferQueue is
+of the client and its actors, a controller and two units, without Ray's own daemons. TransferQueue runs in an
+environment of its own (`--baseline-python transferqueue=PYTHON`), its laps are interleaved with ours, and it gets the
+same bytes: what its `kv_batch_get` returns has the hash of ours.
 
-Arguments of a put are made before the clock starts: arrays a row here, nested tensors there. So is the claim that is
-put, which the part "claims" times.
+What a put is given is made before the clock starts: arrays here, nested tensors there. So is the claim that is put; the
+part "claims" times it.
 
-Memory. Rows are inserted without a wait until one finds no room, two percent of them are removed at random, and so on;
-each moment without room is a sample, and the first half of them is left out. Growing rows: 32 at a time get appends of up to
-256 tokens to their answers in turn, are put when all answers are whole, and the oldest finished rows go where an append
-or a put finds no room. A region has 256 rows of mean length, at most 512 MB.
+Memory: rows are inserted until one finds no room, two percent of them are removed at random, and so on. Each moment
+without room is a sample, and the first half of them is left out. Growing rows: 32 at a time get appends of up to 256
+tokens to their answers in turn, and are put when all answers are whole. The oldest finished rows go where an append or
+a put finds no room. A region has 2,048 rows of mean length, and at most 1 GB.
 
-Threats to validity: the wake and the example depend on who else uses the cores. A claim of TransferQueue has no
-competitor, which favours it. Its later field overwrites the one of the lap before, and its keys of puts are new each time. The floor of
-a cold gather reads private memory, which may lie in huge pages where the store's does not.
+Threats to validity: the wake and the example depend on who else uses the cores. TransferQueue's one client has no
+competitor in `get_meta`, which favours it. Its later field overwrites the one of the lap before. The floor of a cold
+gather reads private memory, which may lie in huge pages where the store's does not.
 """
 
 from __future__ import annotations

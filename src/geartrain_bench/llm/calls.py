@@ -171,7 +171,7 @@ def later_field(run: Run, per_row: int) -> None:
 
 
 class _padded:  # noqa: N801 - a context, used as a function
-    """A store of rows of one length each, as long as the longest answer, with the answers; and `ref` for all of them."""
+    """A store of the answers in rows as long as the longest one; and a later field for all of them."""
 
     def __init__(self, run: Run, per_row: int) -> None:
         self.run, self.per_row = run, per_row

@@ -1,4 +1,4 @@
-"""Memory of rows of any length: bytes of a full region over those of its rows; and reads of rows that are in no cache."""
+"""Memory of rows of any length: bytes of a full region over those of its values. Reads of rows that no cache has."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ MEMORY, TAIL = "memory over payload when full", "memory over payload when full, 
 GATHER = "cold gather by CPU time"
 #: Rows that grow at the same time, and tokens of an append.
 GROWING, TURN = 32, 256
-#: Bytes that are read at a time.
-READ_BYTES = 8 << 20
 
 
 class _Noise:
@@ -181,7 +179,7 @@ def gather(run: Run, lengths: Lengths, per_row: int) -> None:
     """Random rows of answers, beside one copy of as many bytes from a random place."""
     noise = _Noise(lengths, per_row, run.random)
     row = TOKEN_BYTES * lengths.mean * per_row
-    many = max(1, min(64, int(READ_BYTES / row)))
+    many = max(1, min(64, int(run.plan.read_bytes / row)))
     n = many * int(run.plan.gather_bytes / (many * row))
     with store_of_answers(run.store_name(), 2 * n, int(1.2 * n * row) + n * 1024) as store:
         keys = Keys.join([store.insert(noise.rows(noise.lengths_of(many))) for _ in range(n // many)])
@@ -200,34 +198,34 @@ def gather_of_size(run: Run, size: int) -> None:
 
 def _gather(run: Run, case: str, store: Store, keys: Keys, row_bytes: float) -> None:
     names = [name for name in store.fields if name != "length"]
-    batch = max(1, int(READ_BYTES / row_bytes))
+    batch = max(1, int(run.plan.read_bytes / row_bytes))
     plan = run.plan
     # As a floor's source, memory that nobody else writes; its copy is warm, as recycled batches are.
     source = np.ones(plan.gather_bytes, np.uint8)
-    copy = np.ones(2 * READ_BYTES, np.uint8)
+    copy = np.ones(2 * run.plan.read_bytes, np.uint8)
     read: list[int] = []
 
     def lap() -> Lap:
         which = [keys[run.random.integers(0, len(keys), batch)] for _ in range(plan.calls)]
-        at = iter(which)
 
-        def one() -> None:
-            found = fetch(store, next(at), output="numpy", threads=1)
-            read.append(sum(found[name].nbytes for name in names))
+        def body() -> None:
+            for each in which:
+                found = fetch(store, each, output="numpy", threads=1)
+                read.append(sum(found[name].nbytes for name in names))
 
-        return harness.lap(plan.calls, lambda: [one() for _ in range(plan.calls)])
+        return harness.lap(plan.calls, body)
 
     lap()
     size = int(np.mean(read))
 
     def floor_lap() -> Lap:
-        at = iter(run.random.integers(0, len(source) - size, plan.calls).tolist())
+        begins = run.random.integers(0, len(source) - size, plan.calls).tolist()
 
-        def one() -> None:
-            begin = next(at)
-            np.copyto(copy[:size], source[begin : begin + size])
+        def body() -> None:
+            for begin in begins:
+                np.copyto(copy[:size], source[begin : begin + size])
 
-        return harness.lap(plan.calls, lambda: [one() for _ in range(plan.calls)])
+        return harness.lap(plan.calls, body)
 
     systems = [System("floor", floor_lap, floor=True), System("geartrain", lap)]
     laps = harness.take_turns(systems, repeats=plan.repeats, budget_s=plan.case_s)

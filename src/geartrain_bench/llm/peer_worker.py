@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class TransferQueue:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         from importlib.metadata import version
 
+        import_module("transfer_queue")  # first, for it is what may be missing
         import ray  # type: ignore[import-not-found, import-untyped, unused-ignore]
         import torch
         import transfer_queue  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -59,10 +61,11 @@ class TransferQueue:
         )
         transfer_queue.init()
         self.queue, self.torch = transfer_queue, torch
+        tensor: Any = torch.from_numpy
         found = dict(np.load(values))
         lengths = found.pop("lengths").tolist()
         self.lengths = lengths
-        self.answers = {name: torch.from_numpy(flat).split(lengths) for name, flat in found.items()}
+        self.answers = {name: tensor(flat).split(lengths) for name, flat in found.items()}
         self.keys = [f"answer-{i}" for i in range(len(lengths))]
         self.queue.kv_batch_put(self.keys, "kept", fields=self._fields(slice(None)))
         self.pids = [os.getpid(), *_actors()]

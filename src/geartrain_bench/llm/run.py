@@ -44,21 +44,23 @@ class Plan:
     pipeline_rows: int = 4096
     pipeline_laps: int = 5
     #: Region of a memory case, in rows of mean length; and its bytes at most.
-    region_rows: int = 256
-    region_bytes: int = 512 << 20
+    region_rows: int = 2048
+    region_bytes: int = 1 << 30
     full_moments: int = 150
     gather_bytes: int = 512 << 20
+    #: Of a cold batch.
+    read_bytes: int = 8 << 20
 
 
 FULL = Plan()
 QUICK = Plan(
     repeats=5, case_s=1.0, calls=4, peer_calls=1, claims=20, wakes=200, wake_laps=2, pipeline_rows=1024,
-    pipeline_laps=2, region_rows=128, region_bytes=64 << 20, full_moments=60, gather_bytes=192 << 20,
+    pipeline_laps=2, region_rows=512, region_bytes=96 << 20, full_moments=60, gather_bytes=192 << 20,
 )  # fmt: skip
 
 
 class Peer(AnsweringProcess):
-    """TransferQueue, set up with the answers and ready to be timed. A context manager; leaving it ends its processes."""
+    """TransferQueue, set up with the answers. A context manager; leaving it ends its processes."""
 
     def __init__(self, python: str, answers: Answers, setup_s: float = 150.0) -> None:
         super().__init__(PEER, python, WORKER, {"OMP_NUM_THREADS": "1"})
