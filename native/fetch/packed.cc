@@ -238,7 +238,9 @@ void PackedRows::locate_all() {
     if (!there(i)) return;
     for (const uint32_t source : sources) {
       const SpanHead* const head = tasks.heap().head(tasks.word(rows_[i], source).span);
-      if (head != nullptr) __builtin_prefetch(head);
+      if (head == nullptr) continue;
+      __builtin_prefetch(head);
+      __builtin_prefetch(head + 1);  // lengths that divide an axis
     }
   };
   for (size_t i = 0; i < 2 * kRowsAhead; ++i) ask_for_words(i);
