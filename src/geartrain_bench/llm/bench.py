@@ -1,6 +1,6 @@
 """Rows of answers that pass through tasks, as RL of language models has them, beside TransferQueue.
 
-| part | geartrain | beside it |
+| part | geartrain | compared with |
 |---|---|---|
 | put | `claim.put` of 256 answers in rows of 16 and of 1; appended answer by answer | TransferQueue's `kv_batch_put` |
 | packed fetch | `gt.fetch` of all fields, with `cu_seqlens` | `kv_batch_get` |
