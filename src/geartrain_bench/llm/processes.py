@@ -17,6 +17,7 @@ from geartrain_bench.harness.fleet import Fleet
 from geartrain_bench.harness.timing import Lap, System
 from geartrain_bench.llm.run import CPU, PEER, WALL, Run
 from geartrain_bench.llm.samples import example_tasks, insert_prompts, store_of_tasks
+from geartrain_bench.llm.worker import BATCH
 
 ARGV = [sys.executable, "-m", "geartrain_bench.llm.worker"]
 CLAIM = 16
@@ -105,10 +106,10 @@ def wakes(run: Run) -> None:
 
 def example(run: Run, *, appends: bool) -> None:
     """The example's loops, a process each: rows a second through all of them, and the CPU time of each for a row."""
-    rows = run.plan.pipeline_rows
     laps: list[list[dict[str, Any]]] = []
+    counts = [8 * BATCH] + [run.plan.pipeline_rows] * run.plan.pipeline_laps  # the first one imports what it uses
     with Fleet.here(len(LOOPS), ARGV) as fleet:
-        for _ in range(run.plan.pipeline_laps):
+        for rows in counts:
             with store_of_tasks(run.store_name(), example_tasks(), rows, rows * 16_384) as store:
                 fleet.ask(range(len(LOOPS)), do="open", store=store.name)
                 how: dict[str, dict[str, Any]] = {
@@ -116,11 +117,10 @@ def example(run: Run, *, appends: bool) -> None:
                     "answer": {"answers": ANSWERS, "tokens": TOKENS, "appends": appends},
                     "train": {"rows": rows},
                 }
-                laps.append(
-                    fleet.ask_each(
-                        {i: {"do": "loop", "name": name, **how.get(name, {})} for i, name in enumerate(LOOPS)}, 90.0
-                    )
-                )
+                requests = {i: {"do": "loop", "name": name, **how.get(name, {})} for i, name in enumerate(LOOPS)}
+                laps.append(fleet.ask_each(requests, 90.0))
+    del laps[0]
+    rows = run.plan.pipeline_rows
     case = f"{ANSWERS} answers of {TOKENS} tokens, {'each appended' if appends else 'a put a claim'}"
     seconds = [max(one["ended_s"] for one in lap) - min(one["began_s"] for one in lap) for lap in laps]
     result = run.result

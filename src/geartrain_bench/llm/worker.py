@@ -63,11 +63,12 @@ class Worker:
     def wake(self, task: str, wakes: int, pause_s: float) -> dict[str, Any]:
         """Puts a row of a task so many times; when each put began, ns."""
         began_ns = []
+        one = np.array(1, np.int32)
         for _ in range(wakes):
             (row,) = self.store.claim(task, 1, timeout_s=TIMEOUT_S)
             time.sleep(pause_s)
             began_ns.append(time.monotonic_ns())
-            row.put(x=1)
+            row.put(x=one)
         return {"ns": began_ns}
 
     def wait(self, task: str, wakes: int) -> dict[str, Any]:
