@@ -29,7 +29,7 @@ from geartrain.integrations.datasets.arguments import casts_of, checked_options
 from geartrain.integrations.datasets.episode import Array, DeferredSteps, Episode, FieldChoice, Source, reading
 from geartrain.integrations.datasets.episode_choice import EpisodeChoice, Where, chosen_episodes
 from geartrain.integrations.datasets.row_filling import RowFiller
-from geartrain.store.segment import check_name
+from geartrain.store.segment import check_name, path_hint
 from geartrain.store.store import Store
 
 _log = logging.getLogger(__name__)
@@ -442,7 +442,7 @@ def _check_absent(name: str) -> None:
     read = "" if killed else f"Store.open({name!r}, mode='r') reads it. "
     raise StoreExistsError(
         f"a store named {name!r} exists already ({path}, {rows:,} rows{of_killed}). {read}Import under another name, "
-        f"or delete its rows first: geartrain remove {shlex.quote(name)}"
+        f"or delete its rows first: geartrain remove {shlex.quote(name)}{path_hint(name)}"
     )
 
 
