@@ -388,6 +388,17 @@ def test_a_choice_of_no_episode_is_refused(choice: dict[str, Any], error: type[E
         import_dataset(Squares(), store_name(), progress=False, **choice)
 
 
+def test_passes_over_the_metadata_show_their_progress(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("geartrain.core.progress.LINE_EVERY_S", 0.0)
+    name = store_name()
+    with import_dataset(Squares(), name, where="seed<12"):
+        told = capfd.readouterr().err
+    assert "squares: metadata: 6 episodes" in told and "squares: lengths: 2 of 2 episodes" in told
+    assert "squares: 2 of 2 episodes" in told
+
+
 def test_the_command_line_chooses_episodes(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 

@@ -6,6 +6,7 @@ was one. The store's own pages are shared with its file and do not count.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -22,7 +23,6 @@ from geartrain.actors import recorded_fields
 from geartrain.integrations import export_store
 
 EPISODES, STEPS, WIDTH = 128, 1024, 256
-EPISODE_MB = STEPS * WIDTH * 4 >> 20
 #: What an import may allocate beyond the imported modules, in MB, of a data set of 128 MB.
 ALLOWED_MB = 40
 
@@ -86,6 +86,15 @@ def make_d4rl(path: Path) -> Path:
     return path / "data.hdf5"
 
 
+def make_long_d4rl(path: Path) -> Path:
+    """All steps in one episode, as in a file without flags."""
+    h5py = pytest.importorskip("h5py")
+    file = make_d4rl(path)
+    with h5py.File(file, "r+") as opened:
+        opened["terminals"][...] = False
+    return file
+
+
 def make_npz(path: Path, save: Callable[..., None] = np.savez) -> Path:
     save(path / "data.npz", obs=np.stack([steps(index) for index in range(EPISODES)]))
     return path / "data.npz"
@@ -105,6 +114,23 @@ def make_parquet(path: Path) -> Path:
     return path / "data.parquet"
 
 
+def make_rlds(path: Path) -> Path:
+    tfrecord = pytest.importorskip("tfrecord.writer")
+    folder = path / "rlds"
+    folder.mkdir()
+    shape = {"dimensions": [str(WIDTH)]}
+    steps_of = {"observation": {"tensor": {"shape": shape, "dtype": "float32", "encoding": "bytes"}}}
+    sequence = {"sequence": {"feature": {"featuresDict": {"features": steps_of}}, "length": "-1"}}
+    (folder / "features.json").write_text(json.dumps({"featuresDict": {"features": {"steps": sequence}}}))
+    info = {"name": "toy", "splits": [{"name": "train", "shardLengths": [str(EPISODES)]}]}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    writer = tfrecord.TFRecordWriter(str(folder / "toy-train.tfrecord-00000-of-00001"))
+    for index in range(EPISODES):
+        writer.write({"steps/observation": ([each.tobytes() for each in steps(index)], "byte")})
+    writer.close()
+    return folder
+
+
 FORMATS = {
     "d4rl": make_d4rl,
     "npz": make_npz,
@@ -112,14 +138,13 @@ FORMATS = {
     "minari": make_minari,
     "parquet": make_parquet,
     "lerobot": make_lerobot,
+    "rlds": make_rlds,
 }
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_data_set_larger_than_memory_is_imported(format: str, tmp_path: Path) -> None:
-    made = FORMATS[format](tmp_path)
-    words = [str(made), str(tmp_path / "imported.gt"), str(ALLOWED_MB), format, str(EPISODES)]
-    done = subprocess.run(
+def import_limited(source: Path, into: Path, format: str) -> subprocess.CompletedProcess[str]:
+    words = [str(source), str(into), str(ALLOWED_MB), format, str(EPISODES)]
+    return subprocess.run(
         [sys.executable, "-c", IMPORT, *words],
         check=False,
         # Without arenas, allocators and stacks of threads that reserve more than they use.
@@ -129,6 +154,19 @@ def test_a_data_set_larger_than_memory_is_imported(format: str, tmp_path: Path) 
         text=True,
         timeout=patience(60),
     )
+
+
+def test_an_episode_larger_than_memory_is_refused_by_name(tmp_path: Path) -> None:
+    done = import_limited(make_long_d4rl(tmp_path), tmp_path / "imported.gt", "d4rl")
+    last = done.stderr.splitlines()[-1]
+    assert "SourceError" in last and "data.hdf5: episodes 0 to 0" in last
+    assert "does not fit into memory, where an import holds one episode at a time" in last
+    assert not (tmp_path / "imported.gt").exists()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_data_set_larger_than_memory_is_imported(format: str, tmp_path: Path) -> None:
+    done = import_limited(FORMATS[format](tmp_path), tmp_path / "imported.gt", format)
     assert done.returncode == 0, done.stderr
     with gt.Store.open(tmp_path / "imported.gt", mode="r") as store:
         name = "obs.state" if format == "lerobot" else "obs"

@@ -77,6 +77,7 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._delay_s = 0.0  # no bar begins any more
         bar, self._bar = self._bar, None  # a signal's handler may close it in between
         if bar is not None:
             bar.stop()

@@ -91,8 +91,8 @@ class ArchivedArray:
         return made if dtype is None else made.astype(dtype, copy=False)
 
     def _read(self, begin: int, end: int) -> Array:
-        values: Array = np.empty((end - begin, *self.shape[1:]), self.dtype)
         with reading(f"{self._place}: entries {begin} to {end - 1}", "an array without objects"):
+            values: Array = np.empty((end - begin, *self.shape[1:]), self.dtype)
             if self._file is None or begin < self._next:
                 if self._file is not None:
                     self._file.close()

@@ -220,11 +220,12 @@ class LeRobotSource(Source):
         self._readers.close()
 
     def _episode(self, index: int, where: str, parts: list[dict[str, Array]]) -> Episode:
-        columns = {
-            column: parts[0][column] if len(parts) == 1 else np.concatenate([part[column] for part in parts])
-            for column in parts[0]
-        }
         name = f"episode {index} ({where})"
+        with reading(f"{self.name}: {name}", "its frames"):
+            columns = {
+                column: parts[0][column] if len(parts) == 1 else np.concatenate([part[column] for part in parts])
+                for column in parts[0]
+            }
         length = len(next(iter(columns.values())))
         if length != self._lengths.get(index):
             raise SourceError(
