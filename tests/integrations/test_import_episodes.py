@@ -342,6 +342,8 @@ def test_images_of_other_episodes_are_not_decoded(tmp_path: Path, monkeypatch: p
 )
 def test_conditions_compare_texts_numbers_flags_and_lists(conditions: Any, numbers: list[int]) -> None:
     class Told(Squares):
+        """Episode 1 lacks tags, those of episode 5 are missing, as is the score of 4."""
+
         def metadata(self) -> Iterator[dict[str, Any]]:
             tags = [["red", "blue"], [], ["blue"], ["red"], ["blue"], None]
             scores = [0.25, 0.5, 2, float("nan"), None, 1.5]
@@ -350,8 +352,6 @@ def test_conditions_compare_texts_numbers_flags_and_lists(conditions: Any, numbe
                 yield about if index == 1 else {**about, "tag": tags[index]}
 
     chosen = open_source(Told(), where=conditions)
-    if conditions == "tag!=red":
-        numbers = [2, 4, 5]  # episode 1 has no tag
     assert [episode.name for episode in chosen] == [f"episode {number}" for number in numbers]
 
 
@@ -406,7 +406,7 @@ def test_the_command_line_chooses_episodes(tmp_path: Path) -> None:
 
     source, _ = make_npz(tmp_path)
     command = ["import", str(source), "--skip-unsupported", "--into"]
-    words = ["--episodes", "1:6", "--where", "task=pick", "--where", "return>10"]
+    words = ["--episodes", "-5:", "--where", "task=pick", "--where", "return>10"]
     done = CliRunner().invoke(app, [*command, str(tmp_path / "chosen.gt"), *words])
     assert done.exit_code == 0 and "2 rows, 15 steps" in done.output, done.output
     refused = CliRunner().invoke(app, [*command, str(tmp_path / "none.gt"), "--where", "task=fold"])

@@ -168,6 +168,12 @@ class Metadata(Mapping[str, Any]):
             f"episodes have no metadata {name!r}; they have {some_of(self, 40)}{did_you_mean(name, list(self))}"
         )
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value, or the default where there is none; without the cost of an error's text."""
+        if name not in self:
+            return default
+        return self[name]
+
     def __contains__(self, name: object) -> bool:
         return name in self._known or name in self._later
 

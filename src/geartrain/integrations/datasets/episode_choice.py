@@ -97,10 +97,8 @@ class _Condition:
     seen: dict[Any, None] = field(default_factory=dict)
 
     def holds(self, about: Mapping[str, Any]) -> bool:
-        """Whether it holds for an episode; not where its metadata lacks the name."""
-        if self.name not in about:
-            return False
-        found = about[self.name]
+        """Whether it holds for an episode; where its metadata lacks the name, the value is missing."""
+        found: Any = about.get(self.name)
         found = found.item() if isinstance(found, np.generic) else found
         several = isinstance(found, list | tuple)
         for each in found if several else [found]:

@@ -36,14 +36,14 @@ def import_(
     ] = None,
     episodes: Annotated[
         str | None,
-        typer.Option(help="Episodes to import, from 0: 0:100 (the first hundred), 7, -10: (the last ten), 3,5,8:10."),
+        typer.Option(help="Episodes to import: 0:100 (the first hundred), -10: (the last ten), 7, or 3,5,8:10."),
     ] = None,
     where: Annotated[
         list[str] | None,
         typer.Option(
-            help="Import episodes whose metadata match: 'task=pick', 'length>100'; with =, !=, <, >, <=, >=. "
-            "Put quotes around it. Repeat it for conditions that must all hold. A name that there is not lists those "
-            "there are."
+            help="Import only episodes whose metadata matches: 'task=pick', 'length>100'; also !=, <, <=, >=. In "
+            "quotes, since the shell takes < and > for files. Repeatable: all must hold. An unknown name lists the "
+            "known ones."
         ),
     ] = None,
     cast: Casts = None,
