@@ -65,6 +65,16 @@ def test_a_file_for_each_episode(tmp_path: Path) -> None:
         check(rows(store), {"obs.images.top": 0, "obs.images.wrist": 1})
 
 
+def test_files_of_episodes_that_are_not_chosen_are_not_opened(tmp_path: Path) -> None:
+    write_dataset(tmp_path, LENGTHS, ["top"], version="v2.1")
+    for file in [*tmp_path.rglob("*.mp4"), *tmp_path.rglob("*.parquet")]:
+        if not file.stem.endswith("3"):
+            file.write_bytes(b"damaged")
+    with imported(tmp_path, where=["length>=5", "length<10"]) as store:
+        (row,) = rows(store)
+    assert numbers_of(row["obs.images.top"]) == row["action"].tolist() == list(range(64, 73))
+
+
 @pytest.mark.parametrize("size", [(HEIGHT // 2, WIDTH // 2), "32x48", [np.int64(32), 48]])
 @pytest.mark.parametrize("layout", ["hwc", "chw"])
 def test_frames_are_resized_and_laid_out_as_asked(size: Any, layout: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import numpy as np
 from geartrain.core.arguments import check_texts, check_whole, did_you_mean, shown, some_of, whole_number
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, FieldError, SourceError
-from geartrain.integrations.datasets.episode import Episode, Metadata, Source
+from geartrain.integrations.datasets.episode import Episode, Extent, Metadata, Source, plain
 
 EpisodeChoice = int | Sequence[int] | slice | str | None
 Where = Callable[[Mapping[str, Any]], bool] | Sequence[str] | str | None
@@ -43,28 +44,29 @@ def chosen_episodes(source: Source, episodes: EpisodeChoice, where: Where, *, pr
 
     Raises:
         ArgumentError: `episodes` or `where` is of another form.
-        SourceError: there is no such episode or no such metadata, or no episode is left.
+        FieldError: `where` asks for metadata that there is not.
+        SourceError: there is no such episode, or none is left.
     """
     if episodes is None and where is None:
         return source
     parts = None if episodes is None else _parts(episodes)
     conditions = where if where is None or callable(where) else _conditions(where)
-    count = source.episodes
-    if parts is not None and count is None:
-        count = sum(1 for _ in source.metadata())
-    numbers = None if parts is None or count is None else _numbers(source.name, parts, count)
+    numbers = None
+    if parts is not None:
+        count = source.episodes
+        numbers = _numbers(source.name, parts, source.extent(progress=progress).episodes if count is None else count)
     if conditions is not None:
-        numbers = _matching(source, numbers, conditions, progress)
+        return _Chosen(source, *_matching(source, numbers, conditions, progress))
     assert numbers is not None
     return _Chosen(source, numbers)
 
 
 class _Chosen(Source):
-    """Some episodes of another source, by their numbers, in its order."""
+    """Some episodes of another source, by their numbers, in its order; and the longest of them, if it is known."""
 
-    def __init__(self, source: Source, numbers: list[int]) -> None:
+    def __init__(self, source: Source, numbers: list[int], longest: int | None = None) -> None:
         self.name, self.threads, self.episodes = source.name, source.threads, len(numbers)
-        self._source, self._chosen = source, numbers
+        self._source, self._chosen, self._longest = source, numbers, longest
 
     def __iter__(self) -> Iterator[Episode]:
         return self._source.read(self._chosen)
@@ -82,6 +84,11 @@ class _Chosen(Source):
                 if number is None:
                     return
 
+    def extent(self, *, progress: bool = False) -> Extent:
+        if self._longest is None:
+            self._longest = super().extent(progress=progress).longest
+        return Extent(len(self._chosen), self._longest)
+
     def release(self) -> None:
         self._source.release()
 
@@ -98,9 +105,8 @@ class _Condition:
 
     def holds(self, about: Mapping[str, Any]) -> bool:
         """Whether it holds for an episode; where its metadata lacks the name, the value is missing."""
-        found: Any = about.get(self.name)
-        found = found.item() if isinstance(found, np.generic) else found
-        several = isinstance(found, list | tuple)
+        found = plain(about.get(self.name))
+        several = isinstance(found, list)
         for each in found if several else [found]:
             if len(self.seen) <= _SHOWN:
                 self.seen[each] = None
@@ -202,10 +208,11 @@ def _numbers(where: str, parts: Iterable[int | slice], count: int) -> list[int]:
             found.append(part)
     if not found:
         raise SourceError(f"{where}: episodes= chooses no episode; {has}")
-    if len(set(found)) < len(found):
-        twice = next(each for at, each in enumerate(sorted(found)) if at and sorted(found)[at - 1] == each)
+    found.sort()
+    twice = next((one for one, other in itertools.pairwise(found) if one == other), None)
+    if twice is not None:
         raise SourceError(f"{where}: episodes= names episode {twice} twice; each can be imported once")
-    return sorted(found)
+    return found
 
 
 def _conditions(where: object) -> list[_Condition]:
@@ -234,8 +241,8 @@ def _matching(
     numbers: list[int] | None,
     where: Callable[[Mapping[str, Any]], Any] | list[_Condition],
     progress: bool,
-) -> list[int]:
-    """Those of the numbers whose metadata matches, from one pass over the metadata.
+) -> tuple[list[int], int]:
+    """Those of the numbers whose metadata matches, and the greatest of their lengths, from one pass over the metadata.
 
     Raises:
         FieldError: a name that there is not.
@@ -243,7 +250,7 @@ def _matching(
     """
     conditions = where if isinstance(where, list) else []
     wanted = None if numbers is None else set(numbers)
-    matching, looked_at = [], 0
+    matching, longest, looked_at = [], 0, 0
     names: dict[str, None] = {}
     total = source.episodes if numbers is None else len(numbers)
     with Progress(f"{source.name}: metadata", total, enabled=progress, delay_s=1) as bar:
@@ -258,6 +265,7 @@ def _matching(
                 raise ArgumentError(f"where= returns True or False; for episode {number} it returned {shown(answer)}")
             if answer:
                 matching.append(number)
+                longest = max(longest, about["length"])
             if conditions:
                 names.update(dict.fromkeys(about))
             looked_at += 1
@@ -273,7 +281,7 @@ def _matching(
         told = "".join({condition.name: f". {condition.told()}" for condition in conditions}.values())
         were = "episode was" if looked_at == 1 else "episodes were"
         raise SourceError(f"{source.name}: no episode matches {what}; {looked_at:,} {were} looked at{told}")
-    return matching
+    return matching, longest
 
 
 __all__ = ["EpisodeChoice", "Where", "chosen_episodes"]
