@@ -90,16 +90,20 @@ class ArchivedArray:
         made = self[:]
         return made if dtype is None else made.astype(dtype, copy=False)
 
+    def close(self) -> None:
+        """Closes the file, which is opened again for the next values."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._next = None, 0
+
     def _read(self, begin: int, end: int) -> Array:
         with reading(f"{self._place}: entries {begin} to {end - 1}", "an array without objects"):
             values: Array = np.empty((end - begin, *self.shape[1:]), self.dtype)
             if self._file is None or begin < self._next:
-                if self._file is not None:
-                    self._file.close()
+                self.close()
                 with zipfile.ZipFile(self._path) as archive:  # what it opened keeps the file
                     self._file = archive.open(self._member)
                 _skip(self._file, self._begin)
-                self._next = 0
             _skip(self._file, (begin - self._next) * self._entry_nbytes)
             into, done = values.reshape(-1).view(np.uint8).data, 0
             while done < len(into):

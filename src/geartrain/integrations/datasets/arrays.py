@@ -25,7 +25,7 @@ import numpy as np
 
 from geartrain.core.arguments import did_you_mean
 from geartrain.errors import ArgumentError, SourceError
-from geartrain.integrations.datasets.array_files import load_arrays
+from geartrain.integrations.datasets.array_files import ArchivedArray, load_arrays
 from geartrain.integrations.datasets.episode import (
     Array,
     Episode,
@@ -138,6 +138,12 @@ class ArraySource(Source):
                 else:
                     timed[key] = array[index][:length]
             yield Episode(name, timed, once)
+
+    def release(self) -> None:
+        """Closes the archive."""
+        for array in self._found.values():
+            if isinstance(array, ArchivedArray):
+                array.close()
 
     def metadata(self) -> Iterator[Mapping[str, Any]]:
         """`length`, and the values of all arrays with one number or text an episode; `return` where asked for."""
