@@ -28,6 +28,7 @@ enum class ErrorKind {
   not_enough,
   turnover,
   stale_key,
+  stale_claim,
   no_space,
   lock_timeout,
   corrupt,

@@ -124,9 +124,7 @@ class Gather : RowWindows {
 };
 
 void check(const Store& store, std::span<const uint32_t> rows, uint32_t field) {
-  if (field >= store.header().field_count) {
-    fail(ErrorKind::schema, "field number ", field, " is beyond the store's ", store.header().field_count);
-  }
+  store.check_column(field);
   for (uint32_t row : rows) {
     if (row >= store.header().capacity) {
       fail(ErrorKind::schema, "row ", row, " is beyond the store's capacity of ", store.header().capacity);

@@ -104,7 +104,7 @@ RankReader::RankReader(Settings settings, std::vector<ShardView> shards, const A
     if (view) view->check(store, shard.fields);
     std::vector<uint64_t> bytes;
     for (size_t i = 0; i < shard.fields.size(); ++i) {
-      if (shard.fields[i] >= store.header().field_count) fail(ErrorKind::schema, "no field number ", shard.fields[i]);
+      store.check_column(shard.fields[i]);
       bytes.push_back(view ? view->row_bytes(store.fields()[shard.fields[i]], view->roles[i])
                            : fetched_row_bytes(store, shard.fields[i], settings_.window.length));
     }

@@ -79,9 +79,7 @@ void check_pieces(const Store& store, const PieceRequest& request) {
   const FetchRequest& rows = request.rows;
   const size_t n = rows.rows.size(), pieces = n * rows.fields.size();
   for (const FetchField& field : rows.fields) {
-    if (field.field >= store.header().field_count) {
-      fail(ErrorKind::schema, "field number ", field.field, " is beyond the store's ", store.header().field_count);
-    }
+    store.check_column(field.field);
   }
   for (uint32_t row : rows.rows) {
     if (row >= store.header().capacity) {

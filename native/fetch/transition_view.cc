@@ -35,7 +35,7 @@ void TransitionView::check(const Store& store, std::span<const uint32_t> fields)
   }
   size_t rewards = 0, flags = 0;
   for (size_t i = 0; i < fields.size(); ++i) {
-    if (fields[i] >= store.header().field_count) fail(ErrorKind::schema, "no field number ", fields[i]);
+    store.check_column(fields[i]);
     const FieldRecord& record = store.fields()[fields[i]];
     bool fits = true;
     switch (roles[i]) {

@@ -17,6 +17,7 @@
 #include "python/batch_shapes.h"
 #include "python/bind.h"
 #include "python/call_python.h"
+#include "python/packed_rows.h"
 #include "python/python_copier.h"
 #include "python/sampled_batch.h"
 #include "python/window_plan.h"
@@ -148,7 +149,7 @@ class Sampler {
     const TransitionView* view = sampler_.view();
     if (view != nullptr) view->check(store, fields);
     for (size_t i = 0; i < fields.size(); ++i) {
-      if (fields[i] >= store.header().field_count) fail(ErrorKind::schema, "no field number ", fields[i]);
+      store.check_column(fields[i]);
       row_bytes_.push_back(view != nullptr ? view->row_bytes(store.fields()[fields[i]], view->roles[i])
                                            : fetched_row_bytes(store, fields[i], window_));
     }
@@ -171,25 +172,38 @@ class Sampler {
     return asked.result(result);
   }
 
-  // A batch whose rows a transfer copies (python_copier.h), of a sampler of no fields.
+  // A batch whose rows a transfer copies: one of Python's (python_copier.h), or of packed rows (packed_rows.h). Of a
+  // sampler of no fields.
   struct Begun {
     Sampler* sampler;
     AskedBatch asked;
-    PythonCopier copier;
+    nb::object transfer;
+    std::optional<PythonCopier> called;
+    Copier* copier = nullptr;
     std::optional<BatchSampler::Begun> making = {};
+
+    void work_in(PythonCopier::CallPython call) {
+      if (called) called->work_in(std::move(call));
+    }
   };
   // The same as `sample`, as far as the launch of copies; `store` is the number that the transfer knows this one by.
   std::unique_ptr<Begun> begin(size_t n, uint64_t step, const std::optional<LimitTuple>& limits, uint64_t cursor,
                                bool admitted, std::optional<double> beta, nb::object rows, nb::object anchors,
                                nb::object into, size_t first, nb::object transfer, uint32_t store) {
     AskedBatch asked(*this, n, beta, std::move(rows), std::move(anchors), std::move(into), first);
-    PythonCopier copier(std::move(transfer), store, first, asked.rows_of_batch());
-    std::unique_ptr<Begun> begun(new Begun{this, std::move(asked), std::move(copier)});
+    std::unique_ptr<Begun> begun(new Begun{this, std::move(asked), std::move(transfer)});
+    PackedTransfer* packed = nullptr;
+    if (nb::try_cast(begun->transfer, packed) && packed != nullptr) {
+      begun->copier = &packed->copier();
+    } else {
+      begun->called.emplace(begun->transfer, store, first, begun->asked.rows_of_batch());
+      begun->copier = &*begun->called;
+    }
     raising([&] {
       const Unlocked unlocked;
-      begun->copier.work_in(call_without(unlocked));
+      begun->work_in(call_without(unlocked));
       begun->making = sampler_.begin(begun->asked.room(), n, step_of(step, limits, cursor, admitted),
-                                     begun->asked.supplier(unlocked), begun->copier);
+                                     begun->asked.supplier(unlocked), *begun->copier);
     });
     return begun->making ? std::move(begun) : nullptr;
   }
@@ -198,9 +212,9 @@ class Sampler {
     BatchSampler::Result result;
     raising([&] {
       const Unlocked unlocked;
-      begun.copier.work_in(call_without(unlocked));
+      begun.work_in(call_without(unlocked));
       result = begun.sampler->sampler_.finish(*begun.making, begun.asked.room(), begun.asked.supplier(unlocked),
-                                              begun.copier);
+                                              *begun.copier);
       begun.asked.weigh(result);
     });
     begun.making.reset();

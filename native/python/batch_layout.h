@@ -37,7 +37,7 @@ class BatchLayout {
                                : store.header().max_length) {
     if (n == 0) fail(ErrorKind::schema, "a batch has at least one row");
     for (uint32_t field : fields) {
-      if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+      store.check_column(field);
     }
     if (view != nullptr) {
       view->check(store, fields);

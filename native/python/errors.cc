@@ -34,6 +34,8 @@ const char* error_class(ErrorKind kind) {
       return "TurnoverError";
     case ErrorKind::stale_key:
       return "StaleKeyError";
+    case ErrorKind::stale_claim:
+      return "StaleClaimError";
     case ErrorKind::no_space:
       return "NoSpaceError";
     case ErrorKind::lock_timeout:

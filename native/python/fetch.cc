@@ -26,7 +26,7 @@ nb::list empty_batch(const Store& store, size_t n, const std::vector<uint32_t>& 
   std::vector<std::vector<size_t>> shapes;
   size_t bytes = 0;
   for (uint32_t field : fields) {
-    if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+    store.check_column(field);
     shapes.push_back(batch_shape(store.fields()[field], n, window));
     bytes += PooledMemory::padded(bytes_of(shapes.back(), store.fields()[field].itemsize));
   }
@@ -77,7 +77,7 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
   std::vector<std::vector<size_t>> shapes;
   size_t bytes = 0;
   for (uint32_t field : fields) {
-    if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+    store.check_column(field);
     const FieldRecord& record = store.fields()[field];
     shapes.push_back(batch_shape(record, n, window));
     if (!out) bytes += PooledMemory::padded(bytes_of(shapes.back(), record.itemsize));

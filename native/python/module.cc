@@ -83,6 +83,7 @@ NB_MODULE(_native, module) {
   bind_base(module);
   bind_store(module);
   bind_fetch(module);
+  bind_packed(module);
   bind_batch(module);
   bind_row_fetcher(module);
   bind_inserter(module);

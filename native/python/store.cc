@@ -13,11 +13,16 @@
 #include "base/errors.h"
 #include "python/bind.h"
 #include "store/client_lock.h"
+#include "store/tasks.h"
 
 namespace geartrain {
 namespace {
 
 using FieldTuple = std::tuple<std::string, int, int, bool, std::vector<uint32_t>>;
+// Of a store with axes or tasks: a field's axis, task, the axis it divides, and kind; a task's name, the numbers of the
+// tasks that it comes after, and flags.
+using PlaceTuple = std::tuple<uint8_t, uint8_t, uint8_t, uint8_t>;
+using TaskTuple = std::tuple<std::string, std::vector<uint32_t>, uint32_t>;
 
 std::vector<FieldSpec> specs_of(const std::vector<FieldTuple>& fields) {
   std::vector<FieldSpec> specs;
@@ -49,8 +54,19 @@ uint64_t rows_of_bytes(const std::vector<FieldTuple>& fields, uint64_t bytes, in
 std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTuple>& fields, uint64_t capacity,
                               uint64_t max_rows, int remover, uint32_t max_times_sampled, uint64_t max_age_ns,
                               uint32_t priority_fraction_bits, bool persist, bool reserve, double timeout_s,
-                              const std::string& trust, bool step_priorities, bool max_priority) {
-  const std::vector<FieldSpec> specs = specs_of(fields);
+                              const std::string& trust, bool step_priorities, bool max_priority,
+                              const std::vector<PlaceTuple>& places, const std::vector<std::string>& axes,
+                              const std::vector<TaskTuple>& tasks, uint64_t span_bytes) {
+  std::vector<FieldSpec> specs = specs_of(fields);
+  if (!places.empty() && places.size() != specs.size()) fail(ErrorKind::schema, "every field needs its place");
+  for (size_t i = 0; i < places.size(); ++i) {
+    const auto& [axis, task, divides, kind] = places[i];
+    if (kind > static_cast<uint8_t>(SpanKind::text)) fail(ErrorKind::schema, "no kind number ", kind);
+    specs[i].axis = axis;
+    specs[i].task = task;
+    specs[i].divides = divides;
+    specs[i].kind = static_cast<SpanKind>(kind);
+  }
   StoreOptions options;
   options.capacity = capacity;
   options.max_rows = max_rows;
@@ -65,6 +81,9 @@ std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTu
   options.reserve = reserve;
   options.lock_timeout_s = timeout_s;
   options.trust = trust_of(trust);
+  options.axes = axes;
+  for (const auto& [task, after, flags] : tasks) options.tasks.push_back({task, after, flags});
+  options.span_bytes = span_bytes;
   Unlocked unlocked;
   return Store::create(name, specs, options);
 }
@@ -74,6 +93,29 @@ std::unique_ptr<Store> attach(const std::string& name, bool adopt, bool read_onl
   const AttachOptions options{adopt, read_only, timeout_s, trust_of(trust)};
   Unlocked unlocked;
   return Store::attach(name, options);
+}
+
+// Axes (name, number of the task that sets the lengths, number of the field that divides it from 1 on), tasks (name,
+// the tasks it comes after as bits, flags) and the fields' places, as they were checked when the segment was opened.
+void describe_tasks(const Store& store, nb::dict& out) {
+  const TaskTable& table = store.tasks()->described();
+  nb::list axes, tasks, places;
+  for (uint32_t i = 0; i < table.axis_count; ++i) {
+    const AxisRecord& axis = table.axes[i];
+    axes.append(nb::make_tuple(std::string(axis.name), axis.owner, axis.divided));
+  }
+  for (uint32_t i = 1; i <= table.task_count; ++i) {
+    const TaskRecord& task = table.tasks[i];
+    tasks.append(nb::make_tuple(std::string(task.name), task.after, task.flags));
+  }
+  for (uint32_t i = 0; i < store.header().field_count; ++i) {
+    const FieldRecord& field = store.fields()[i];
+    places.append(nb::make_tuple(field.axis, field.task, field.divides, static_cast<uint8_t>(field.kind)));
+  }
+  out["axes"] = axes;
+  out["tasks"] = tasks;
+  out["places"] = places;
+  out["span_bytes"] = table.span_units * kSpanUnit;
 }
 
 nb::dict describe(const Store& store) {
@@ -103,6 +145,7 @@ nb::dict describe(const Store& store) {
     fields.append(nb::make_tuple(std::string(f.name), f.dtype, nb::tuple(shape), f.timed != 0));
   }
   out["fields"] = fields;
+  if (store.tasks() != nullptr) describe_tasks(store, out);
   return out;
 }
 
@@ -155,7 +198,7 @@ void set_counters(Store& store, const nb::dict& values) {
 // All blocks of a field as one strided array over the segment, (capacity, *shape); rows are 64-byte aligned.
 nb::object column(const Store& store, uint32_t field) {
   store.check_open();
-  if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+  store.check_column(field);
   const FieldRecord& f = store.fields()[field];
   std::vector<size_t> shape{store.header().capacity};
   shape.insert(shape.end(), f.shape, f.shape + f.ndim);
@@ -280,11 +323,14 @@ void bind_store(nb::module_& module) {
              nb::arg("step_priorities") = false);
   nb::class_<Store> bound(module, "Store");
   bind_store_rows(bound);
+  bind_tasks(bound);
   bound
       .def_static("create", &create, nb::arg("name"), nb::arg("fields"), nb::arg("capacity"), nb::arg("max_rows"),
                   nb::arg("remover"), nb::arg("max_times_sampled"), nb::arg("max_age_ns"),
                   nb::arg("priority_fraction_bits"), nb::arg("persist"), nb::arg("reserve"), nb::arg("timeout_s"),
-                  nb::arg("trust"), nb::arg("step_priorities") = false, nb::arg("max_priority") = false)
+                  nb::arg("trust"), nb::arg("step_priorities") = false, nb::arg("max_priority") = false,
+                  nb::arg("places") = std::vector<PlaceTuple>(), nb::arg("axes") = std::vector<std::string>(),
+                  nb::arg("tasks") = std::vector<TaskTuple>(), nb::arg("span_bytes") = 0)
       .def_static("attach", &attach, nb::arg("name"), nb::arg("adopt"), nb::arg("read_only"), nb::arg("timeout_s"),
                   nb::arg("trust") = "user")
       .def("describe", &describe)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 
 #include "base/convert.h"
 #include "base/errors.h"
@@ -42,6 +43,11 @@ FieldRecord record_of(const FieldSpec& field, uint64_t offset) {
       fail(ErrorKind::schema, "field '", field.name, "' is larger than memory can be");
     }
   }
+  record.axis = field.axis;
+  record.task = field.task;
+  record.divides = field.divides;
+  record.kind = field.kind;
+  if (in_spans(record)) return record;
   record.stride = round_up(record.block_bytes, kBlockAlignment);
   record.offset = offset;
   return record;
@@ -58,10 +64,129 @@ void check_spec(const FieldSpec& field) {
   }
 }
 
+constexpr uint8_t kInt32 = 7;  // schema.py's DTYPES
+constexpr uint64_t kMostSpanUnits = uint64_t{1} << 40;
+
+void set_name(char (&to)[kMaxNameBytes + 1], const std::string& name, const char* what) {
+  if (name.empty() || name.size() > kMaxNameBytes) {
+    fail(ErrorKind::schema, what, " has a name of 1 to ", kMaxNameBytes, " bytes, '", name, "' has ", name.size());
+  }
+  std::memcpy(to, name.data(), name.size());
+}
+
+// Tasks, each with all that it comes after.
+void plan_tasks(const std::vector<TaskSpec>& tasks, const std::vector<FieldSpec>& fields, TaskTable* table) {
+  if (tasks.size() > kMaxTasks) {
+    fail(ErrorKind::schema, "a store has at most ", kMaxTasks, " tasks, ", tasks.size(), " were given");
+  }
+  table->task_count = static_cast<uint32_t>(tasks.size());
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    TaskRecord& record = table->tasks[i + 1];
+    set_name(record.name, tasks[i].name, "a task");
+    record.flags = tasks[i].flags;
+    for (size_t j = 0; j < i; ++j) {
+      if (tasks[j].name == tasks[i].name) fail(ErrorKind::schema, "the task '", tasks[i].name, "' is named twice");
+    }
+    for (const uint32_t other : tasks[i].after) {
+      if (other == 0 || other > tasks.size()) {
+        fail(ErrorKind::schema, "the task '", tasks[i].name, "' comes after number ", other, " of ", tasks.size());
+      }
+      record.after |= uint64_t{1} << (other - 1);
+    }
+  }
+  // What comes before a task's tasks comes before it: as many rounds as the longest chain may have links.
+  for (size_t round = 0; round < tasks.size(); ++round) {
+    for (size_t i = 1; i <= tasks.size(); ++i) {
+      for (size_t j = 1; j <= tasks.size(); ++j) {
+        if ((table->tasks[i].after >> (j - 1) & 1) != 0) table->tasks[i].after |= table->tasks[j].after;
+      }
+    }
+  }
+  const uint64_t all = tasks.size() == kMaxTasks ? ~uint64_t{0} : (uint64_t{1} << tasks.size()) - 1;
+  for (size_t i = 1; i <= tasks.size(); ++i) {
+    const TaskRecord& record = table->tasks[i];
+    const bool last = (record.flags & kLastTask) != 0;
+    if ((record.after >> (i - 1) & 1) != 0) {
+      fail(ErrorKind::schema, "the task '", tasks[i - 1].name, "' comes after itself");
+    }
+    if (last != (i == tasks.size())) fail(ErrorKind::schema, "the last task is the one that is last, and no other");
+    if (last && record.after != (all & ~(uint64_t{1} << (i - 1)))) {
+      fail(ErrorKind::schema, "the last task comes after all others");
+    }
+  }
+  for (const FieldSpec& field : fields) {
+    if (field.task > tasks.size() || (field.task != 0 && field.task == tasks.size())) {
+      fail(ErrorKind::schema, "field '", field.name, "' is of task ", field.task, ", which has none");
+    }
+  }
+}
+
+// Axes, each of the task that all others with fields of it come after.
+void plan_axes(const std::vector<std::string>& axes, const std::vector<FieldSpec>& fields, TaskTable* table) {
+  if (axes.size() > kMaxAxes) {
+    fail(ErrorKind::schema, "a store has at most ", kMaxAxes, " axes, ", axes.size(), " were given");
+  }
+  table->axis_count = static_cast<uint32_t>(axes.size());
+  for (size_t i = 0; i < axes.size(); ++i) {
+    AxisRecord& axis = table->axes[i];
+    set_name(axis.name, axes[i], "an axis");
+    for (size_t j = 0; j < i; ++j) {
+      if (axes[j] == axes[i]) fail(ErrorKind::schema, "the axis '", axes[i], "' is named twice");
+    }
+    const auto before = [&](uint32_t task, uint32_t other) {
+      return task == 0 || (other != 0 && (table->tasks[other].after >> (task - 1) & 1) != 0);
+    };
+    bool found = false;
+    for (const FieldSpec& field : fields) {
+      if (field.axis != i + 1) continue;
+      if (!found || (field.task != axis.owner && before(field.task, axis.owner))) axis.owner = field.task;
+      found = true;
+    }
+    if (!found) fail(ErrorKind::schema, "no field has the axis '", axes[i], "'");
+    for (const FieldSpec& field : fields) {
+      if (field.axis == i + 1 && field.task != axis.owner && !before(axis.owner, field.task)) {
+        fail(ErrorKind::schema, "the axis '", axes[i], "' is written by two tasks of which none comes after the other");
+      }
+    }
+  }
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const FieldSpec& field = fields[i];
+    if (field.axis > axes.size() || field.divides > axes.size()) {
+      fail(ErrorKind::schema, "field '", field.name, "' has an axis that is none");
+    }
+    if (field.divides == 0) continue;
+    AxisRecord& axis = table->axes[field.divides - 1];
+    if (field.axis == 0 || field.axis == field.divides || field.dtype != kInt32 || !field.shape.empty() ||
+        field.kind != SpanKind::array) {
+      fail(ErrorKind::schema, "field '", field.name, "' divides the axis '", axis.name,
+           "': it holds lengths, int32, one for each item of another axis");
+    }
+    if (axis.divided != 0) fail(ErrorKind::schema, "the axis '", axis.name, "' is divided by two fields");
+    if (field.task != axis.owner || table->axes[field.axis - 1].owner != axis.owner) {
+      fail(ErrorKind::schema, "field '", field.name, "' divides the axis '", axis.name,
+           "', whose lengths another task sets");
+    }
+    axis.divided = static_cast<uint32_t>(i + 1);
+  }
+  for (const FieldSpec& field : fields) {
+    if (field.divides != 0 && table->axes[field.axis - 1].divided != 0) {
+      fail(ErrorKind::schema, "the axis '", table->axes[field.axis - 1].name, "' divides another and is divided");
+    }
+  }
+}
+
+void check_for_spans(const StoreOptions& options) {
+  const auto refuse = [](const char* what) { fail(ErrorKind::schema, "a store with axes or tasks takes no ", what); };
+  if (options.remover != Remover::fifo) refuse("remover: nothing is evicted");
+  if (options.step_priorities) refuse("priorities of steps");
+  if (options.max_age_ns != 0) refuse("max_age");
+  if (options.max_rows != 0 && options.max_rows != options.capacity) refuse("max_rows");
+}
+
 }  // namespace
 
 Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& options,
-                    std::vector<FieldRecord>* records) {
+                    std::vector<FieldRecord>* records, TaskTable* table) {
   if (options.capacity == 0) fail(ErrorKind::schema, "a store needs room for at least one row, capacity is 0");
   if (options.capacity > kMaxRows) {
     fail(ErrorKind::schema, "a shard has at most ", kMaxRows, " rows, capacity is ", options.capacity);
@@ -134,6 +259,24 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
     place(kStepNodesRegion, TreeShape::of(steps).nodes * 8);
     place(kStepJournalsRegion, kJournals * sizeof(StepJournal));
   }
+  const bool spans = options.span_bytes != 0 || !options.tasks.empty() || !options.axes.empty();
+  const std::unique_ptr<TaskTable> own(spans && table == nullptr ? new TaskTable() : nullptr);
+  if (own) table = own.get();
+  if (spans) {
+    check_for_spans(options);
+    plan_tasks(options.tasks, fields, table);
+    plan_axes(options.axes, fields, table);
+    table->span_units = options.span_bytes / kSpanUnit;
+    if (table->span_units >= kMostSpanUnits) {
+      fail(ErrorKind::schema, "a store has fewer than ", kMostSpanUnits * kSpanUnit, " bytes of spans, found ",
+           options.span_bytes);
+    }
+    header.required_features |= kRowSpans;
+    const uint64_t tasks = options.tasks.size() + 1;
+    place(kTasksRegion, sizeof(TaskTable));
+    place(kTaskWordsRegion, rows * tasks * 8);
+    place(kDueRegion, tasks * bit_words * 8);
+  }
 
   const uint64_t columns_start = end;
   records->clear();
@@ -152,6 +295,13 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
       timed_seen = true;
     }
     FieldRecord record = record_of(field, end);
+    const bool spanned = in_spans(record) || field.divides != 0;
+    if (spanned && (!spans || field.timed || (field.kind != SpanKind::array && !field.shape.empty()))) {
+      fail(ErrorKind::schema, "field '", field.name, "' cannot be kept in spans");
+    }
+    if (spans && field.timed) {
+      fail(ErrorKind::schema, "field '", field.name, "' has steps, and a store with axes or tasks has none");
+    }
     uint64_t column_bytes = 0;
     if (__builtin_mul_overflow(record.stride, rows, &column_bytes) || column_bytes > (uint64_t{1} << 60) - end) {
       fail(ErrorKind::schema, "field '", field.name, "' times ", rows, " rows is larger than memory can be");
@@ -160,12 +310,13 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
     end = round_up(end + column_bytes, 4096);
   }
   header.regions[kColumnsRegion] = {columns_start, end - columns_start};
+  if (spans) place(kSpansRegion, table->span_units * kSpanUnit);
   header.segment_bytes = end;
-  header.fingerprint = layout_fingerprint(header, records->data());
+  header.fingerprint = layout_fingerprint(header, records->data(), spans ? table : nullptr);
   return header;
 }
 
-uint64_t layout_fingerprint(const Header& header, const FieldRecord* records) {
+uint64_t layout_fingerprint(const Header& header, const FieldRecord* records, const TaskTable* table) {
   Header plain = header;
   plain.fingerprint = 0;
   plain.created_ns = 0;
@@ -177,6 +328,14 @@ uint64_t layout_fingerprint(const Header& header, const FieldRecord* records) {
   }
   fingerprint.add(plain);
   for (uint32_t i = 0; i < header.field_count; ++i) fingerprint.add(records[i]);
+  if (table != nullptr) {
+    for (const uint64_t number : {uint64_t{sizeof(TaskTable)}, uint64_t{sizeof(SpanHead)}, uint64_t{table->axis_count},
+                                  uint64_t{table->task_count}, table->span_units}) {
+      fingerprint.add(number);
+    }
+    for (const AxisRecord& axis : table->axes) fingerprint.add(axis);
+    for (const TaskRecord& task : table->tasks) fingerprint.add(task);
+  }
   return fingerprint.value();
 }
 

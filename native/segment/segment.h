@@ -19,7 +19,11 @@
 //     step_nodes   u64 [...]                      inner nodes of the sum tree over the step words' priorities
 //     journals     StepJournal [257]              whose sums are in doubt should a process die: one a client, and one
 //                                                 of the lock's holder
-//     columns                                     one array per field, a block per row, blocks 64-byte aligned
+//     tasks        TaskTable                      axes, tasks and their counters; only with kRowSpans, as the three
+//     below task_words   u64 [capacity * (tasks + 1)]   state of each task of a row; the first is the insert's due u64
+//     [(tasks + 1) * ceil(capacity / 64)]  one bit a row and task: may be claimed; first: the row is free columns one
+//     array per field, a block per row, blocks 64-byte aligned spans        units of 64 bytes              values of
+//     fields that have their own length in each row
 //
 // A row's life, and its generation g (32 bits, wraps):
 //
@@ -69,8 +73,20 @@
 // its Client::priority_writers meanwhile, so that a rebuild can wait until no update is in progress. Readers take no
 // lock: they read the word, copy the block, and read the word again (fetch.cc).
 //
-// Room for rows without padding waste: a later format keeps blocks in pages that a row links together. Such a
-// segment sets a bit in required_features and adds regions; nothing here moves (docs/decisions/002-paged-rows.md).
+// Rows of their own lengths, and tasks (required_features, kRowSpans). A field with an axis, and a field that a task
+// writes, has no column: its values lie in spans. A span holds what one insert, put or append wrote of a row: a head of
+// 64 bytes (span_heap.h), then field after field, each 64-byte aligned (SpanLayout in store/span_layout.h). The word of
+// a (row, task) leads to the first span of a chain. A row's life has one more state between writing and committed:
+//
+//   writing (g even) --insert--> under way (g even) --the last task is due--> committed (g+1, odd) --> as above
+//                                     | dropped
+//                                     v
+//                                   free (g+2)
+//
+// A row under way is on the order list at the place of its insert, has no bit and no priority, and keeps that of its
+// insert in heap_slot. A key names it by the generation that it gets when it is committed, so that keys last until the
+// row is free. Nothing is evicted in such a segment. Authoritative: the task words and the heads that they lead to.
+// Derived: due bits, counters of TaskTable, the heap's lists.
 #pragma once
 
 #include <pthread.h>
@@ -83,6 +99,7 @@
 
 #include "base/shared_file.h"
 #include "segment/rate_limiter.h"
+#include "segment/span_heap.h"
 
 namespace geartrain {
 
@@ -99,7 +116,11 @@ constexpr uint64_t kBlockAlignment = 64;
 constexpr uint64_t kStepPriorities = 1;  // required_features: every step has a priority of its own
 constexpr uint64_t kContentNumbers = 2;  // required_features: a reader has to look at the rows' content numbers
 constexpr uint64_t kMaxPriority = 4;     // required_features: a writer has to keep the largest priority
-constexpr uint64_t kKnownFeatures = kStepPriorities | kContentNumbers | kMaxPriority;  // bits this build understands
+constexpr uint64_t kRowSpans = 8;        // required_features: rows have spans and tasks
+constexpr uint64_t kKnownFeatures =
+    kStepPriorities | kContentNumbers | kMaxPriority | kRowSpans;  // bits this build understands
+constexpr uint32_t kMaxAxes = 8;
+constexpr uint32_t kMaxTasks = 64;
 
 // The remover is the low byte of Header::remover; above it, for those that go by a field, the field's number.
 enum class Remover : uint32_t {
@@ -118,7 +139,7 @@ constexpr Remover remover_of(uint32_t stored) {
 constexpr uint32_t remover_field_of(uint32_t stored) {
   return stored >> 8;
 }
-enum class RowState : uint8_t { free = 0, writing = 1, committed = 2, exhausted = 3, open = 4 };
+enum class RowState : uint8_t { free = 0, writing = 1, committed = 2, exhausted = 3, open = 4, under_way = 5 };
 
 enum RegionId : uint32_t {
   kStatusRegion,
@@ -131,6 +152,10 @@ enum RegionId : uint32_t {
   kStepWordsRegion,
   kStepNodesRegion,
   kStepJournalsRegion,
+  kTasksRegion,
+  kTaskWordsRegion,
+  kDueRegion,
+  kSpansRegion,
   kRegionCount = 16,  // the rest is zero, for later formats
 };
 
@@ -164,19 +189,31 @@ struct Header {
 static_assert(sizeof(Header) == 112 + 16 * kRegionCount);
 static_assert(offsetof(Header, regions) == 112);
 
+// What an item of a field in spans is.
+enum class SpanKind : uint8_t { array = 0, bytes = 1, text = 2 };  // bytes, text: a string of bytes, of any length
+
 struct FieldRecord {
   char name[kMaxNameBytes + 1];
   uint8_t dtype;  // schema.py's DTYPES
   uint8_t ndim;
   uint8_t timed;
   uint8_t itemsize;
-  uint32_t shape[kMaxDims];
-  uint32_t reserved;
-  uint64_t block_bytes;  // of one row, without padding
+  uint32_t shape[kMaxDims];  // of a field in spans: of one item
+  // With kRowSpans, else 0.
+  uint8_t axis;     // its first axis, counted from 1; 0: none
+  uint8_t task;     // that writes it; 0: the insert
+  uint8_t divides;  // the axis that its values cut into parts, counted from 1; 0: none
+  SpanKind kind;
+  uint64_t block_bytes;  // of one row, without padding; of a field in spans: of one item
   uint64_t stride;       // from one row's block to the next, a multiple of 64
   uint64_t offset;       // of the column, from the segment's start
 };
 static_assert(sizeof(FieldRecord) == 128);
+
+// Whether its values lie in spans, of a segment with kRowSpans.
+inline bool in_spans(const FieldRecord& field) {
+  return field.axis != 0 || field.task != 0 || field.kind != SpanKind::array;
+}
 
 // Of a field without time: of its row.
 inline uint64_t bytes_per_step(const FieldRecord& field) {
@@ -293,6 +330,87 @@ static_assert(sizeof(RowStatus) == 48);
 static_assert(offsetof(RowStatus, length) == 24);
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
+// An axis: the task that its first field belongs to sets its length in a row.
+struct AxisRecord {
+  char name[kMaxNameBytes + 1];
+  uint32_t owner;    // number of the task, 0: the insert
+  uint32_t divided;  // number of the field that divides it, counted from 1; 0: none
+};
+static_assert(sizeof(AxisRecord) == 72);
+
+struct TaskRecord {
+  char name[kMaxNameBytes + 1];
+  uint64_t after;  // tasks whose results it needs, bit (number - 1) of each; those of its own `after` included
+  uint32_t flags;  // TaskFlags
+  uint32_t reserved;
+};
+static_assert(sizeof(TaskRecord) == 80);
+enum TaskFlags : uint32_t { kKeepPartial = 1, kRewritable = 2, kLastTask = 4 };
+
+// What happens with a task, for those who wait and those who watch. Derived, but for the events since the store was
+// made, which are relaxed atomics as Counters are.
+struct alignas(64) TaskFigures {
+  std::atomic<uint32_t> changes;    // the futex of those who wait for due rows
+  std::atomic<uint32_t> waiting;    // threads asleep, and those that were killed asleep
+  std::atomic<uint32_t> due;        // rows
+  std::atomic<uint32_t> claimed;    // rows
+  std::atomic<uint32_t> remaining;  // rows inserted that the task is not done for
+  uint32_t reserved;
+  std::atomic<uint64_t> done, released, deaths, set_back;  // events
+};
+static_assert(sizeof(TaskFigures) == 64);
+
+// A put or append that waits for a span.
+struct SpaceWaiter {
+  std::atomic<uint64_t> place;  // of its row in the ring, counted from the oldest; 0: nobody waits
+  uint32_t slot;                // client
+  uint32_t thread;
+};
+static_assert(sizeof(SpaceWaiter) == 16);
+constexpr uint32_t kMaxSpaceWaiters = 256;
+
+// The tasks of a store. Number 0 is the insert, the last one has no fields; without tasks there is the insert alone.
+struct TaskTable {
+  uint32_t axis_count, task_count;  // task_count: without the insert
+  uint64_t span_units;
+  AxisRecord axes[kMaxAxes];
+  TaskRecord tasks[kMaxTasks + 1];
+  alignas(64) TaskFigures figures[kMaxTasks + 1];
+  std::atomic<uint32_t> finished;       // no more rows will be inserted
+  std::atomic<uint32_t> space_changes;  // the futex of those who wait for a row or a span
+  std::atomic<uint32_t> space_waiting;  // threads asleep
+  uint32_t next_row;                    // where the search for a free row begins: rows are taken in a ring
+  std::atomic<uint64_t> under_way;      // rows
+  std::atomic<uint64_t> dropped, given_up, set_back, revoked;  // rows, events
+  uint32_t claims[kMaxClients];                                // rows claimed by each client
+  SpaceWaiter waiters[kMaxSpaceWaiters];
+  SpanIndex index;
+};
+
+// The word of a (row, task).
+//   bits 63..62 state, 61..59 deaths, 58..51 client slot, 50..41 claim number, 39..0 first span
+// or, of the last task, once a batch has taken the row: 63..62 state, 61..22 step, 21..0 place in the batch.
+enum class TaskState : uint8_t { not_done = 0, claimed = 1, done = 2, taken = 3 };
+constexpr uint32_t kMaxDeaths = 7, kClaimNumbers = 1024;
+struct TaskWord {
+  TaskState state = TaskState::not_done;
+  uint8_t deaths = 0;
+  uint8_t slot = 0;
+  uint16_t claim = 0;
+  uint64_t span = 0;
+
+  static constexpr TaskWord of(uint64_t word) {
+    return {static_cast<TaskState>(word >> 62), static_cast<uint8_t>(word >> 59 & 7),
+            static_cast<uint8_t>(word >> 51 & 0xff), static_cast<uint16_t>(word >> 41 & 0x3ff),
+            word & ((uint64_t{1} << 40) - 1)};
+  }
+  constexpr uint64_t packed() const {
+    return static_cast<uint64_t>(state) << 62 | static_cast<uint64_t>(deaths & 7) << 59 |
+           static_cast<uint64_t>(slot) << 51 | static_cast<uint64_t>(claim & 0x3ff) << 41 | span;
+  }
+};
+static_assert(kMaxClients == 256);
+
 constexpr uint64_t kControlOffset = 4096;
 constexpr uint64_t kPendingOffset = 6144;
 constexpr uint64_t kNewPriorityOffset = 6400;
@@ -326,6 +444,15 @@ struct FieldSpec {
   uint8_t itemsize = 0;
   bool timed = false;
   std::vector<uint32_t> shape;
+  // As FieldRecord has them; of a store with axes or tasks.
+  uint8_t axis = 0, task = 0, divides = 0;
+  SpanKind kind = SpanKind::array;
+};
+
+struct TaskSpec {
+  std::string name;
+  std::vector<uint32_t> after;  // numbers of tasks, counted from 1
+  uint32_t flags = 0;
 };
 
 struct StoreOptions {
@@ -343,14 +470,20 @@ struct StoreOptions {
   bool reserve = true;
   Trust trust = Trust::user;
   double lock_timeout_s = 10.0;
+  // With any of these rows have spans (kRowSpans).
+  std::vector<std::string> axes;
+  std::vector<TaskSpec> tasks;  // the last one has no fields
+  uint64_t span_bytes = 0;
 };
 
 // The header and field records of a new segment. Throws schema for what no segment can hold.
+// `table`: axes and tasks, of a store that has any; the rest of it is zero.
 Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& options,
-                    std::vector<FieldRecord>* records);
+                    std::vector<FieldRecord>* records, TaskTable* table = nullptr);
 
-// What makes two builds agree on every byte. Computed over the header (but for times and ids) and the records.
-uint64_t layout_fingerprint(const Header& header, const FieldRecord* records);
+// What makes two builds agree on every byte. Computed over the header (but for times and ids) and the records, and over
+// axes and tasks where there are any.
+uint64_t layout_fingerprint(const Header& header, const FieldRecord* records, const TaskTable* table = nullptr);
 
 // The rows of a store that takes at most `bytes` of its file system, head, metadata and padding included; 0 when one
 // row alone takes more. `options` without a capacity. Throws schema for fields that no segment can hold.

@@ -41,7 +41,7 @@ FieldSpec spec_of(const FieldRecord& record) {
   const size_t length = ::strnlen(record.name, sizeof record.name);
   const bool typed = record.dtype < sizeof kItemBytes && kItemBytes[record.dtype] == record.itemsize;
   if (length > kMaxNameBytes || !is_utf8({record.name, length}) || !typed || record.itemsize == 0 ||
-      record.ndim > kMaxDims) {
+      record.ndim > kMaxDims || record.kind > SpanKind::text) {
     return field;
   }
   for (uint32_t d = 0; d < record.ndim; ++d) {
@@ -51,8 +51,34 @@ FieldSpec spec_of(const FieldRecord& record) {
   field.dtype = record.dtype;
   field.itemsize = record.itemsize;
   field.timed = record.timed != 0;
+  field.axis = record.axis;
+  field.task = record.task;
+  field.divides = record.divides;
+  field.kind = record.kind;
   field.name.assign(record.name, length);
   return field;
+}
+
+// A name of the table; empty when it is none.
+std::string name_of(const char (&stored)[kMaxNameBytes + 1]) {
+  const size_t length = ::strnlen(stored, sizeof stored);
+  return length > kMaxNameBytes || !is_utf8({stored, length}) ? std::string() : std::string(stored, length);
+}
+
+// Options that the table was planned from; false when it describes none.
+bool read_tasks(const TaskTable& table, StoreOptions* options) {
+  if (table.axis_count > kMaxAxes || table.task_count > kMaxTasks) return false;
+  for (uint32_t i = 0; i < table.axis_count; ++i) options->axes.push_back(name_of(table.axes[i].name));
+  for (uint32_t i = 1; i <= table.task_count; ++i) {
+    TaskSpec task{name_of(table.tasks[i].name), {}, table.tasks[i].flags};
+    for (uint32_t other = 1; other <= kMaxTasks; ++other) {
+      if ((table.tasks[i].after >> (other - 1) & 1) != 0) task.after.push_back(other);
+    }
+    options->tasks.push_back(task);
+  }
+  if (table.span_units >= uint64_t{1} << 40) return false;
+  options->span_bytes = table.span_units * kSpanUnit;
+  return true;
 }
 
 bool is_end(uint32_t row, uint64_t capacity) {
@@ -81,7 +107,22 @@ Geometry checked_geometry(const std::byte* base, uint64_t bytes, const std::stri
   }
   found.fields.resize(header.field_count);
   std::memcpy(found.fields.data(), base + kFieldsOffset, header.field_count * sizeof(FieldRecord));
-  if (header.fingerprint != layout_fingerprint(header, found.fields.data())) {
+  std::shared_ptr<TaskTable> table;
+  const bool spans = (header.required_features & kRowSpans) != 0;
+  if (spans) {
+    const Region& at = header.regions[kTasksRegion];
+    if (at.bytes != sizeof(TaskTable) || at.offset > bytes || bytes - at.offset < at.bytes || at.offset % 4096 != 0) {
+      refuse("its tasks lie outside of it");
+    }
+    table = std::make_shared<TaskTable>();
+    const auto& stored = *reinterpret_cast<const TaskTable*>(base + at.offset);
+    table->axis_count = stored.axis_count;
+    table->task_count = stored.task_count;
+    table->span_units = stored.span_units;
+    std::memcpy(table->axes, stored.axes, sizeof table->axes);
+    std::memcpy(table->tasks, stored.tasks, sizeof table->tasks);
+  }
+  if (header.fingerprint != layout_fingerprint(header, found.fields.data(), table.get())) {
     refuse("its layout differs from this build's (fingerprint), or its header is damaged");
   }
   // A fingerprint can be made to fit. So the layout is planned once more, from what its creator chose.
@@ -103,20 +144,25 @@ Geometry checked_geometry(const std::byte* base, uint64_t bytes, const std::stri
   options.persist = header.persist != 0;
   options.step_priorities = (header.required_features & kStepPriorities) != 0;
   options.max_priority = (header.required_features & kMaxPriority) != 0;
+  if (spans && !read_tasks(*table, &options)) refuse("its axes or tasks are none");
   std::vector<FieldRecord> records;
+  const auto wanted = std::make_shared<TaskTable>();
   Header planned{};
   try {
-    planned = plan_segment(specs, options, &records);
+    planned = plan_segment(specs, options, &records, wanted.get());
   } catch (const Error& error) {
     refuse("its header describes no store: ", error.what());
   }
   planned.created_ns = header.created_ns;
   planned.store_id = header.store_id;
   if (std::memcmp(&planned, &header, sizeof header) != 0 ||
-      std::memcmp(records.data(), found.fields.data(), records.size() * sizeof(FieldRecord)) != 0) {
+      std::memcmp(records.data(), found.fields.data(), records.size() * sizeof(FieldRecord)) != 0 ||
+      (spans && (std::memcmp(wanted->axes, table->axes, sizeof table->axes) != 0 ||
+                 std::memcmp(wanted->tasks, table->tasks, sizeof table->tasks) != 0))) {
     refuse("the places of its parts do not follow from its schema; it needs ", planned.segment_bytes, " bytes and has ",
            bytes);
   }
+  found.tasks = std::move(table);
   return found;
 }
 

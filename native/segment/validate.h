@@ -12,6 +12,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,7 @@ namespace geartrain {
 struct Geometry {
   Header header;
   std::vector<FieldRecord> fields;
+  std::shared_ptr<const TaskTable> tasks;  // axes and tasks; none in a store without them
 };
 
 // The geometry of the segment at `base`, which has `bytes`. Throws incompatible, naming what was found.

@@ -10,6 +10,7 @@
 #include "base/errors.h"
 #include "store/remover_heap.h"
 #include "store/store.h"
+#include "store/tasks.h"
 
 namespace geartrain {
 
@@ -21,6 +22,7 @@ uint64_t Store::remove(std::span<const uint32_t> rows, std::span<const uint32_t>
     Guard guard(*this);
     Sums sums(*this);
     for (size_t i = 0; i < rows.size(); ++i) {
+      if (tasks_ != nullptr && tasks_->drop_locked(rows[i], generations[i])) continue;
       const uint64_t word = words()[rows[i]].load(kRelaxed);
       if (generation_of(word) != generations[i] || status()[rows[i]].state != RowState::committed ||
           !is_committed(word)) {

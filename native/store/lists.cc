@@ -5,6 +5,7 @@
 
 #include "base/errors.h"
 #include "store/store.h"
+#include "store/tasks.h"
 
 namespace geartrain {
 
@@ -53,7 +54,7 @@ void Store::keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations
     const RowStatus& s = status()[row];
     if (walked++ == capacity) fail_damaged("the order list is a circle through row", row);
     for (; next != open_rows.end() && next->first < s.sequence; ++next) add(next->second);
-    add(row);
+    if (s.state != RowState::under_way) add(row);
     row = s.next;
   }
   for (; next != open_rows.end(); ++next) add(next->second);
@@ -125,6 +126,7 @@ void Store::take_free_rows(std::span<uint32_t> rows) {
 }
 
 void Store::put_free_row(uint32_t row) {
+  if (tasks_ != nullptr && !tasks_->freed(row)) return;
   Control& c = control();
   RowStatus& s = status()[row];
   s.state = RowState::free;

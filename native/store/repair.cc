@@ -12,6 +12,7 @@
 #include "store/client_lock.h"
 #include "store/remover_heap.h"
 #include "store/store.h"
+#include "store/tasks.h"
 
 namespace geartrain {
 namespace {
@@ -70,6 +71,7 @@ void Store::reclaim(uint32_t slot) {
   Client& gone = client(slot);
   Counters& counters = control().counters;
   const uint64_t now_ns = commit_time();
+  if (tasks_ != nullptr) tasks_->release_claims_of(slot);
   for (uint64_t held = 0; gone.held != kNoRow; ++held) {
     const uint32_t row = gone.held;
     if (held == header().capacity || status()[row].owner != slot) fail_damaged("a client is said to hold row", row);
@@ -159,6 +161,8 @@ void Store::rebuild_locked(Steps steps) {
     if (pending.first.load(kRelaxed) != 0) journals()[kMaxClients].count.store(kEverything);
   }
   for (uint64_t word = 0; word < bit_tree_.shape().leaves; ++word) bit_tree_.leaves()[word].store(0, kRelaxed);
+  uint64_t under_way = 0;
+  if (tasks_ != nullptr) tasks_->begin_rebuild();
   for (uint32_t row = 0; row < rows; ++row) {
     RowStatus& s = status()[row];
     s.mark = 0;
@@ -191,6 +195,13 @@ void Store::rebuild_locked(Steps steps) {
         committed.emplace_back(s.sequence, row);
       }
       bit_tree_.leaves()[row / 64].fetch_or(uint64_t{1} << (row % 64), kRelaxed);
+    } else if (s.state == RowState::under_way && !is_committed(word) && tasks_ != nullptr && tasks_->survives(row)) {
+      words()[row].store(make_word(generation_of(word), 0), kRelaxed);
+      committed.emplace_back(s.sequence, row);  // on the same list
+      ++under_way;
+    } else if (s.state == RowState::under_way && !is_committed(word)) {
+      words()[row].store(make_word(generation_of(word) + 2, 0), kRelaxed);
+      put_free_row(row);
     } else if (is_committed(word) && owner_alive) {
       words()[row].store(make_word(generation_of(word), 0), kRelaxed);
       hold(row, s.owner, RowState::exhausted);
@@ -225,7 +236,7 @@ void Store::rebuild_locked(Steps steps) {
     link_order({&row, 1});
     set_next_sequence(std::max(next_sequence(), sequence + 1));
   }
-  c.committed_count.store(committed.size() + open_rows, kRelaxed);
+  c.committed_count.store(committed.size() - under_way + open_rows, kRelaxed);
   if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) {
     Heap heap(*this);
     heap.clear();
@@ -237,6 +248,10 @@ void Store::rebuild_locked(Steps steps) {
   }
   priority_tree_.rebuild();
   bit_tree_.rebuild();
+  if (tasks_ != nullptr) {
+    Sums sums(*this);
+    tasks_->finish_rebuild(alive, sums);
+  }
   if (finished != 0) {
     // Their writer had not yet made room for them.
     Sums sums(*this);
@@ -286,13 +301,17 @@ std::vector<std::string> Store::audit() {
 
   uint32_t before = kNoRow;
   const uint64_t free_count = walk(c.free_head, "free", [&](uint32_t row) { state_is(row, RowState::free, false); });
-  const uint64_t committed = walk(c.order_head, "order", [&](uint32_t row) {
-    state_is(row, RowState::committed, true);
+  uint64_t under_way = 0;
+  const uint64_t ordered = walk(c.order_head, "order", [&](uint32_t row) {
+    const bool way = tasks_ != nullptr && status()[row].state == RowState::under_way;
+    under_way += way;
+    state_is(row, way ? RowState::under_way : RowState::committed, !way);
     if (before != kNoRow && status()[before].sequence >= status()[row].sequence) {
       wrong("rows ", before, " and ", row, " are out of order");
     }
     before = row;
   });
+  const uint64_t committed = ordered - under_way;
   uint64_t held = 0, open_rows = 0;
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
     if (client(slot).in_use == 0) continue;
@@ -312,7 +331,8 @@ std::vector<std::string> Store::audit() {
   }
   if (open_rows != c.open_count) wrong(open_rows, " rows are open, the count is ", c.open_count);
   if (held != c.writing_count + c.exhausted_count + open_rows) wrong(held, " rows are held, the counts disagree");
-  if (free_count + committed + held != rows) {
+  if (tasks_ != nullptr) tasks_->audit([&](const std::string& problem) { wrong(problem); });
+  if (free_count + ordered + held != rows) {
     wrong("of ", rows, " rows ", free_count, " are free, ", committed, " committed, ", held, " held: some are lost");
   }
   for (uint32_t row = 0; row < rows; ++row) {
@@ -344,6 +364,7 @@ std::vector<std::string> Store::audit() {
 
 void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence, std::span<const uint32_t> steps) {
   ensure_client();
+  refuse_spans("restored");
   if (rows.size() != header().capacity) {
     fail(ErrorKind::schema, "a restored store needs all of its ", header().capacity, " rows, found ", rows.size());
   }

@@ -40,7 +40,7 @@ uint64_t Store::rewrite(std::span<const uint32_t> rows, std::span<const uint32_t
   uint64_t bytes = 0;
   uint32_t given = max_length;  // steps of each row in the sources
   for (const FieldSource& source : sources) {
-    if (source.field >= header().field_count) fail(ErrorKind::schema, "no field number ", source.field);
+    check_column(source.field);
     const FieldRecord& field = fields()[source.field];
     const uint64_t step = bytes_per_step(field);
     if (source.row_bytes % step != 0 || source.row_bytes == 0 || source.row_bytes > field.block_bytes) {

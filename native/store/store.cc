@@ -3,6 +3,7 @@
 
 #include "store/store.h"
 #include "store/client_lock.h"
+#include "store/tasks.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -41,24 +42,36 @@ Store::Store(Mapping mapping, Geometry geometry)
 std::unique_ptr<Store> Store::create(const std::string& name, const std::vector<FieldSpec>& fields,
                                      const StoreOptions& options) {
   std::vector<FieldRecord> records;
-  Header header = plan_segment(fields, options, &records);
+  const auto table = std::make_shared<TaskTable>();
+  Header header = plan_segment(fields, options, &records, table.get());
+  const bool spans = (header.required_features & kRowSpans) != 0;
   header.store_id = random_number();
   header.created_ns = clock_ns(CLOCK_REALTIME);
 
   const std::string path = segment_path(name);
   if (::access(path.c_str(), F_OK) == 0) fail(ErrorKind::exists, path);  // before gigabytes are reserved in vain
   const uint64_t searched = header.regions[kColumnsRegion].offset;       // status, words and trees
-  std::unique_ptr<Store> store(new Store(
-      Mapping::create(path, header.segment_bytes, options.reserve, options.trust, searched), {header, records}));
+  std::unique_ptr<Store> store(
+      new Store(Mapping::create(path, header.segment_bytes, options.reserve, options.trust, searched),
+                {header, records, spans ? table : nullptr}));
   store->lock_timeout_s_ = options.lock_timeout_s;
   std::memcpy(store->base() + kFieldsOffset, records.data(), records.size() * sizeof(FieldRecord));
   std::memcpy(store->base(), &header, sizeof header);
+  if (spans) {
+    auto& stored = *store->region<TaskTable>(kTasksRegion);
+    stored.axis_count = table->axis_count;
+    stored.task_count = table->task_count;
+    stored.span_units = table->span_units;
+    std::memcpy(stored.axes, table->axes, sizeof table->axes);
+    std::memcpy(stored.tasks, table->tasks, sizeof table->tasks);
+  }
   store->bind_trees();
   Control& control = store->control();
   init_robust_mutex(&control.mutex);
   control.next_sequence = 1;
   control.free_head = control.free_tail = control.order_head = control.order_tail = kNoRow;
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) store->client(slot).held = kNoRow;
+  if (spans) store->tasks_->clear();
   for (uint64_t row = 0; row < header.capacity; ++row) store->put_free_row(static_cast<uint32_t>(row));
   store->join();
   store->mapping_->publish();
@@ -122,6 +135,11 @@ void Store::bind_trees() {
     step_tree_ = PriorityTree(region<std::atomic<uint64_t>>(kStepWordsRegion),
                               region<std::atomic<uint64_t>>(kStepNodesRegion), rows * header().max_length);
   }
+  if (geometry_.tasks != nullptr) {
+    tasks_ = std::make_unique<Tasks>(*this, geometry_.tasks, region<TaskTable>(kTasksRegion),
+                                     region<std::byte>(kSpansRegion), region<std::atomic<uint64_t>>(kTaskWordsRegion),
+                                     region<std::atomic<uint64_t>>(kDueRegion));
+  }
   priority_scale_ = std::ldexp(1.0, static_cast<int>(header().priority_fraction_bits));
 }
 
@@ -168,7 +186,10 @@ void Store::shut(bool keep, double timeout_s, Deadline calls_end) {
   // A truncated file is SIGBUS for whoever touches it, and a program that ends after an error need not.
   const bool whole = mapping_->is_whole();
   // Whoever waits to be admitted looks again. The limiter is another process's memory where the segment was refused.
-  if (whole && !read_only() && priority_tree_.leaves() != nullptr) announce(control().limiter);
+  if (whole && !read_only() && priority_tree_.leaves() != nullptr) {
+    announce(control().limiter);
+    if (tasks_ != nullptr) tasks_->wake_all();
+  }
   if (!calls_.drain(calls_end)) {
     fail(ErrorKind::lock_timeout, "calls of other threads are still using ", mapping_->path(),
          "; the handle is closed, and leaves the store when the process ends");
@@ -254,6 +275,13 @@ void Store::refuse_closed() const {
 void Store::refuse_writing() const {
   fail(ErrorKind::read_only, "the store ", mapping_->path(),
        " is open with mode='r', which changes nothing: Store.open(name) opens it for writing");
+}
+
+void Store::check_column(uint32_t field) const {
+  if (field >= header().field_count) fail(ErrorKind::schema, "no field number ", field);
+  if (in_spans(fields()[field])) {
+    fail(ErrorKind::schema, "field '", fields()[field].name, "' has its own length in each row and no column");
+  }
 }
 
 void Store::check_usable() const {

@@ -61,6 +61,8 @@
 
 namespace geartrain {
 
+class Tasks;
+
 constexpr auto kRelaxed = std::memory_order_relaxed;
 
 inline void count(std::atomic<uint64_t>& counter, uint64_t n = 1) {
@@ -228,6 +230,11 @@ class Store final : public OpenStore {
   // population keep their commits in one order this way.
   void advance_sequence(uint64_t next);
 
+  // Rows with spans and tasks (store/tasks.h); nullptr in a store without.
+  Tasks* tasks() const { return tasks_.get(); }
+  // Throws schema for a number of no field, and for a field whose values lie in spans.
+  void check_column(uint32_t field) const;
+
   // Where the ends of episodes are marked; none where a row is one.
   EpisodeMarks episode_marks() const;
   // Where it is kept which of their steps rows repeat; none where no row does.
@@ -387,6 +394,7 @@ class Store final : public OpenStore {
   [[noreturn]] void refuse_closed() const;
   [[noreturn]] void refuse_writing() const;
   void mark_clean();
+  void refuse_spans(const char* what) const;
   void check_rows(std::span<const uint32_t> rows) const;
   void join();  // takes a client slot; the gate is held
   void shut(bool keep, double timeout_s, Deadline calls_end);
@@ -525,6 +533,7 @@ class Store final : public OpenStore {
   void validate_priorities(std::span<const double> priorities) const;
 
   friend class PriorityWriter;
+  friend class Tasks;
 
   // A row in the order in which a remover takes rows.
   struct RankedRow {
@@ -544,6 +553,7 @@ class Store final : public OpenStore {
   PriorityTree priority_tree_;
   BitTree bit_tree_;
   PriorityTree step_tree_;
+  std::unique_ptr<Tasks> tasks_;
   mutable CallsInFlight calls_;
   std::atomic<uint32_t> client_slot_{kNoClient};  // none: read-only, or a forked child that has not joined
   std::mutex joining_mutex_;

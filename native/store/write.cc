@@ -7,6 +7,7 @@
 #include "base/errors.h"
 #include "store/remover_heap.h"
 #include "store/store.h"
+#include "store/tasks.h"
 
 namespace geartrain {
 namespace {
@@ -17,6 +18,7 @@ constexpr uint64_t kReapEvery_ns = 100'000'000;
 
 void Store::allocate(std::span<uint32_t> rows) {
   ensure_client();
+  refuse_spans("allocated");
   Guard guard(*this);
   Control& c = control();
   release_abandoned_locked();
@@ -64,7 +66,7 @@ void Store::check_values(size_t n, const CommitValues& values) const {
 void Store::clear_block(uint32_t field, uint32_t row) const {
   check_usable();
   check_rows({&row, 1});
-  if (field >= header().field_count) fail(ErrorKind::schema, "no field number ", field);
+  check_column(field);
   const RowStatus& s = status()[row];
   if (s.state != RowState::writing || s.owner != client_slot_.load(std::memory_order_acquire)) {
     fail(ErrorKind::stale_key, "row ", row,
@@ -90,8 +92,14 @@ void Store::seal(std::span<const uint32_t> rows) {
   apply({.seal = rows});
 }
 
+// Rows with spans are inserted whole (store/tasks.h).
+void Store::refuse_spans(const char* what) const {
+  if (tasks_ != nullptr) fail(ErrorKind::schema, "rows of a store with axes or tasks are inserted, not ", what);
+}
+
 void Store::apply(const RowChanges& changes) {
   ensure_client();
+  refuse_spans("written in place");
   if (!has_journal()) [[likely]]
     return apply_now(changes);
   const bool completes = !changes.commit.rows.empty() || !changes.seal.empty();  // what the journal has

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     import geartrain.transport as transport
     import geartrain.weights as weights
     from geartrain.core.keys import Keys
-    from geartrain.core.schema import Field
+    from geartrain.core.schema import Bytes, Field, Text
+    from geartrain.core.tasks import Task
     from geartrain.launch.actor_pool import ActorPool
     from geartrain.replay.batch import Batch
     from geartrain.replay.device.options import DeviceOptions
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from geartrain.replay.replay import Replay
     from geartrain.replay.transitions import Transitions
     from geartrain.replay.windows import Windows
+    from geartrain.store.claims import Claim, ClaimedRow
     from geartrain.store.rate_limiter import RateLimiter
     from geartrain.store.recorder import recorded_fields
     from geartrain.store.row import Row, Rows
@@ -53,6 +55,9 @@ __version__ = "0.1.0"
 _NAMES = {
     "ActorPool": ("geartrain.launch.actor_pool", "ActorPool"),
     "Batch": ("geartrain.replay.batch", "Batch"),
+    "Bytes": ("geartrain.core.schema", "Bytes"),
+    "Claim": ("geartrain.store.claims", "Claim"),
+    "ClaimedRow": ("geartrain.store.claims", "ClaimedRow"),
     "Field": ("geartrain.core.schema", "Field"),
     "Hindsight": ("geartrain.replay.hindsight", "Hindsight"),
     "Keys": ("geartrain.core.keys", "Keys"),
@@ -64,6 +69,8 @@ _NAMES = {
     "Row": ("geartrain.store.row", "Row"),
     "Rows": ("geartrain.store.row", "Rows"),
     "Store": ("geartrain.store.store", "Store"),
+    "Task": ("geartrain.core.tasks", "Task"),
+    "Text": ("geartrain.core.schema", "Text"),
     "Transitions": ("geartrain.replay.transitions", "Transitions"),
     "Windows": ("geartrain.replay.windows", "Windows"),
     "actors": ("geartrain.actors", ""),
@@ -84,6 +91,9 @@ _NAMES = {
 __all__ = [
     "ActorPool",
     "Batch",
+    "Bytes",
+    "Claim",
+    "ClaimedRow",
     "Field",
     "Hindsight",
     "Keys",
@@ -95,6 +105,8 @@ __all__ = [
     "Row",
     "Rows",
     "Store",
+    "Task",
+    "Text",
     "Transitions",
     "Windows",
     "actors",

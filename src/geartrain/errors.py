@@ -102,8 +102,15 @@ class StaleKeyError(StoreError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class StaleClaimError(StoreError, KeyError):
+    """A row is not claimed by this process any more: it was put, released, dropped or taken back."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
 class NoSpaceError(StoreError, MemoryError):
-    """The file system, usually /dev/shm, is too small for the segment."""
+    """The file system, usually /dev/shm, is too small for the segment; or its spans are too small for a row."""
 
 
 class PinError(ReplayError, MemoryError):

@@ -1,12 +1,6 @@
-// Death after every relevant instruction: a child runs one call a single instruction at a time, and is killed.
-//
-// A first run steps through the call and records after which instructions the shared memory differed from before. Then
-// a fresh child is killed after each of those, one after the other, so that every state the memory can be left in is
-// seen once, whatever order the compiler gave the stores. The survivor must find consistent state, all blocks, and
-// whole rows. Random kills hit the rare states too seldom; hooks in the code would see only the anticipated states.
+// Death after every relevant instruction of every call of a store (tests/support/stepped.h). The survivor must find
+// consistent state, all blocks, and whole rows.
 
-#include <signal.h>
-#include <sys/ptrace.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -14,6 +8,7 @@
 #include <set>
 
 #include "tests/support/check.h"
+#include "tests/support/stepped.h"
 #include "tests/support/tagged_rows.h"
 
 namespace geartrain {
@@ -43,60 +38,6 @@ struct Scenario {
   bool together = false;  // the rows with kTogether come all or not at all
 };
 const std::vector<uint64_t> kTogether{500, 501, 502};
-
-uint64_t hash_of(const Store& store) {
-  // Everything but the columns: the store's own state.
-  const auto* words = reinterpret_cast<const uint64_t*>(store.mapping()->data());
-  const uint64_t count = store.header().regions[kColumnsRegion].offset / 8;
-  uint64_t hash = 0;
-  for (uint64_t i = 0; i < count; ++i)
-    hash = (hash ^ *const_cast<const volatile uint64_t*>(words + i)) * 0x100000001b3u;
-  return hash;
-}
-
-class Stepped {
- public:
-  Stepped(Store& store, const Keys& keys, const Scenario& scenario) {
-    child_ = ::fork();
-    if (child_ != 0) {
-      int status = 0;
-      ::waitpid(child_, &status, 0);
-      ready_ = WIFSTOPPED(status);
-      return;
-    }
-    try {
-      store.reap();  // joins: after the fork this process must become a client
-      const auto call = scenario.prepare(store, keys);
-      if (::ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) != 0) ::_exit(2);
-      ::raise(SIGSTOP);
-      call();
-      ::_exit(0);
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "%s: %s\n", scenario.name, error.what());
-    }
-    ::_exit(1);
-  }
-  ~Stepped() {
-    ::kill(child_, SIGKILL);
-    ::waitpid(child_, nullptr, 0);
-  }
-  Stepped(const Stepped&) = delete;
-  Stepped& operator=(const Stepped&) = delete;
-
-  bool ready() const { return ready_; }
-  // One instruction; false once the child has ended.
-  bool step() {
-    int status = 0;
-    if (::ptrace(PTRACE_SINGLESTEP, child_, nullptr, nullptr) != 0) return false;
-    ::waitpid(child_, &status, 0);
-    if (WIFEXITED(status) && WEXITSTATUS(status) != 0) testing::failed(__FILE__, __LINE__, "the call failed");
-    return WIFSTOPPED(status);
-  }
-
- private:
-  pid_t child_ = 0;
-  bool ready_ = false;
-};
 
 void check_survivor(Store& store, const Scenario& scenario, size_t instruction) {
   const auto complain = [&](const auto&... parts) {
@@ -129,46 +70,19 @@ void check_survivor(Store& store, const Scenario& scenario, size_t instruction) 
   for (const std::string& problem : store.audit()) complain("afterwards: ", problem);
 }
 
-// A step is a switch to another process and back. All states of all calls take minutes, so by default each call is
-// killed in evenly spaced ones; with GEARTRAIN_EVERY_STATE=1 in all of them. GEARTRAIN_KILLED_CALLS=steps: only of
-// calls with that in their names.
-void thin_out(std::vector<size_t>& states) {
-  const size_t keep = kAddressSanitizer ? 4 : 24;
-  if (std::getenv("GEARTRAIN_EVERY_STATE") != nullptr || states.size() <= keep) return;
-  for (size_t i = 0; i < keep; ++i) states[i] = states[i * states.size() / keep];
-  states.resize(keep);
-}
-
 bool run(const Scenario& scenario) {
-  std::vector<size_t> states{0};
-  size_t found = 0;
-  for (size_t kill_at = 0, next = 0; next < states.size(); kill_at = next < states.size() ? states[next] : 0) {
-    auto store = Store::create(testing::unique_name(), tagged_fields(), scenario.options);
-    const Keys keys = insert_many(*store, scenario.rows_before, 1);
-    {
-      Stepped child(*store, keys, scenario);
-      if (!child.ready()) return false;
-      if (next == 0) {  // the first run only looks
-        uint64_t before = hash_of(*store);
-        for (size_t instruction = 1; child.step(); ++instruction) {
-          const uint64_t after = hash_of(*store);
-          if (after != before) states.push_back(instruction);
-          before = after;
-        }
-        found = states.size();
-        thin_out(states);
-      } else {
-        for (size_t instruction = 0; instruction < kill_at && child.step(); ++instruction) {
-        }
-      }
-    }
-    check_survivor(*store, scenario, kill_at);
-    ++next;
-  }
-  CHECK(found > 3);
-  std::printf("     %-50s %zu of %zu states\n", scenario.name, states.size(), found);
-  std::fflush(stdout);
-  return true;
+  Keys keys;
+  return kill_in_every_state(
+      scenario.name,
+      [&] {
+        auto store = Store::create(testing::unique_name(), tagged_fields(), scenario.options);
+        keys = insert_many(*store, scenario.rows_before, 1);
+        return store;
+      },
+      [&](Store& store) { return scenario.prepare(store, keys); },
+      [&](Store& store, size_t instruction) { check_survivor(store, scenario, instruction); },
+      // Everything but the columns: the store's own state.
+      [](const Store& store) { return store.header().regions[kColumnsRegion].offset; });
 }
 
 StoreOptions options_of(Remover remover = Remover::fifo, uint32_t max_times_sampled = 0, uint64_t max_rows = 0) {
@@ -339,8 +253,7 @@ std::vector<Scenario> scenarios() {
   const auto reap_commit = [commit](Store& store, const Keys& keys) -> std::function<void()> {
     const auto* head = reinterpret_cast<const std::byte*>(store.mapping()->data());
     const auto* pending = reinterpret_cast<const PendingCommit*>(head + kPendingOffset);
-    static const Scenario dying{"commit", {}, 0, {}, commit};
-    Stepped child(store, keys, dying);
+    Stepped child(store, "commit", [&] { return commit(store, keys); });
     while (pending->first.load() == 0 && child.step()) {
     }
     for (int more = 0; more < 300 && pending->first.load() != 0; ++more) child.step();

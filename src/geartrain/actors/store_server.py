@@ -55,7 +55,8 @@ class StoreServer:
         name: name by which peers ask for it; the store's own by default.
 
     Raises:
-        ArgumentError: the node serves another store under that name, or an argument is not a node or a store.
+        ArgumentError: the node serves another store under that name, an argument is not a node or a store, or the store
+            has axes, strings or tasks.
         StoreClosedError: the store is closed.
 
     Examples:
@@ -80,6 +81,7 @@ class StoreServer:
             )
         if store.closed:
             raise StoreClosedError(f"the store {store.name!r} was closed")
+        store.check_plain("it cannot be served to other hosts yet")
         self.name = store.name if name is None else name
         if not isinstance(self.name, str) or not self.name:
             raise ArgumentError(f"a store is served under a name, found {name!r}")

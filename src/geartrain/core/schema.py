@@ -5,6 +5,9 @@ one block of each field. The first axis of a block is time, with room for `max_l
 
 A field that is `per_row` has no time axis and stores one value for each row. Examples are a task id, or an embedding of
 the prompt.
+
+A field whose first extent is a name has a named axis in place of time: its own length in each row. `Text` and `Bytes`
+are strings. A store with such fields, or with tasks (core/tasks.py), has no time axis at all.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +27,11 @@ MAX_FIELDS = 64
 MAX_DIMS = 8
 MAX_AXIS = 2**31 - 1
 MAX_NAME_BYTES = 63
+#: Named axes of a store.
+MAX_AXES = 8
+#: What an item of a field is: elements of its dtype, a string of bytes, or one of UTF-8.
+Kind = Literal["array", "bytes", "text"]
+KINDS: tuple[Kind, ...] = ("array", "bytes", "text")
 #: Alignment of blocks, columns and buffers in bytes: a cache line, and a vector load.
 ALIGNMENT = 64
 
@@ -37,40 +45,95 @@ def round_up(nbytes: int, alignment: int = ALIGNMENT) -> int:
 class Field:
     """One column of a store: the dtype and the shape of one step.
 
+    A name as the first extent is an axis whose length differs from row to row: `Field(("tokens", 48), "uint8")` has 48
+    bytes for each token of a row. Fields with the same axis have the same length in a row (docs/tasks.md).
+
     Args:
         shape: shape of one step; `()` for a scalar. A row holds up to `max_length` steps of it. At most 7 axes, or 8
-            with `per_row=True`.
+            with `per_row=True`. The first one may be a name of 1 to 63 bytes; the attribute `shape` is then the shape
+            of one item, without the name.
         dtype: a name ("float32", "bfloat16", ...), a NumPy dtype or its code ("f4", "<i8"), or a torch dtype. Write
             "float64" instead of "float" and "int64" instead of "int": NumPy and torch disagree on the short names.
-        per_row: a row has one value of this shape instead of one for each step.
+        per_row: a row has one value of this shape instead of one for each step. In a store with axes or tasks every
+            field without an axis is so.
+        divides: name of an axis that this field cuts into sequences: `Field(("answers",), "int32", divides="tokens")`
+            has the number of tokens of each answer. They add up to the row's tokens.
+
+    Attributes:
+        axis: the name that the shape begins with; None if there is none.
+        kind: "array", or "text" and "bytes" for the fields that `Text` and `Bytes` make.
 
     Raises:
-        SchemaError: an axis is empty, there are too many axes, or the dtype is unknown.
+        SchemaError: an axis is empty, there are too many axes, the dtype is unknown, or `divides` does not fit.
 
     Examples:
         >>> Field((11,), "float32").nbytes
         44
+        >>> Field(("tokens", 48), "uint8").axis
+        'tokens'
     """
 
     shape: tuple[int, ...]
     dtype: str
     per_row: bool
+    axis: str | None
+    divides: str | None
+    kind: Kind
 
-    def __init__(self, shape: tuple[int, ...] | list[int] | int, dtype: object, *, per_row: bool = False) -> None:
-        dims, per_row = _dims(shape), check_flag("per_row", per_row)
+    def __init__(
+        self,
+        shape: tuple[int | str, ...] | list[int | str] | tuple[int, ...] | list[int] | int,
+        dtype: object,
+        *,
+        per_row: bool = False,
+        divides: str | None = None,
+    ) -> None:
+        axis, per_row = None, check_flag("per_row", per_row)
+        if isinstance(shape, tuple | list) and shape and isinstance(shape[0], str):
+            axis, shape = check_label("an axis", shape[0]), tuple(shape[1:])
+        dims = _dims(shape)
         most = MAX_DIMS if per_row else MAX_DIMS - 1
         if len(dims) > most:
             raise SchemaError(
-                f"a field has at most {MAX_DIMS} axes{'' if per_row else ', one of them time'}, "
+                f"a field has at most {MAX_DIMS} axes{'' if per_row else ', one of them time or named'}, "
                 f"shape {dims} has {len(dims)}"
             )
         if any(n <= 0 for n in dims):
             raise SchemaError(f"every axis must have at least one element; the shape is {dims}")
         if any(n > MAX_AXIS for n in dims):
             raise SchemaError(f"an axis has at most {MAX_AXIS} elements; the shape is {dims}")
-        object.__setattr__(self, "shape", dims)
-        object.__setattr__(self, "dtype", as_dtype(dtype).name)
-        object.__setattr__(self, "per_row", per_row)
+        if axis is not None and per_row:
+            raise SchemaError(f"a field with the axis {axis!r} has its own length in each row: leave out per_row=True")
+        self._set(dims, as_dtype(dtype).name, per_row, axis, divides, "array")
+        if divides is None:
+            return
+        check_label("an axis", divides)
+        if axis is None or axis == divides or dims or self.dtype != "int32":
+            raise SchemaError(
+                f"a field that divides an axis has one length for each item of another axis, such as "
+                f"Field(('answers',), 'int32', divides={divides!r}); found {self}"
+            )
+
+    def _set(
+        self, shape: tuple[int, ...], dtype: str, per_row: bool, axis: str | None, divides: str | None, kind: Kind
+    ) -> None:
+        for name, value in zip(
+            ("shape", "dtype", "per_row", "axis", "divides", "kind"),
+            (shape, dtype, per_row, axis, divides, kind),
+            strict=True,
+        ):
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        shape = self.shape if self.axis is None else (self.axis, *self.shape)
+        divides = "" if self.divides is None else f", divides={self.divides!r}"
+        return f"Field({shape}, {self.dtype!r}{', per_row=True' if self.per_row else ''}{divides})"
+
+    def once_a_row(self) -> Field:
+        """Internal: the field as a store with axes or tasks has it: `per_row`, unless it has an axis or is a string."""
+        if self.per_row or self.axis is not None or self.kind != "array":
+            return self
+        return Field(self.shape, self.dtype, per_row=True)
 
     @property
     def itemsize(self) -> int:
@@ -79,7 +142,7 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one step, or of the row's one value with `per_row=True`."""
+        """Bytes of one step or item, or of the row's one value with `per_row=True`."""
         return math.prod(self.shape) * self.itemsize
 
     @property
@@ -102,6 +165,47 @@ class Field:
             max_length: the store's longest row, in steps.
         """
         return self.nbytes if self.per_row else max_length * self.nbytes
+
+
+class Text(Field):
+    """A field of strings of any length: one a row, or one for each item of an axis.
+
+    A store with such a field takes lists of `str`, and batches and claims have them.
+
+    Args:
+        axis: name of an axis; by default a row has one string.
+
+    Raises:
+        SchemaError: the axis has no such name.
+
+    Examples:
+        >>> Text("answers").axis
+        'answers'
+    """
+
+    def __init__(self, axis: str | None = None) -> None:
+        self._set((), "uint8", False, None if axis is None else check_label("an axis", axis), None, "text")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'' if self.axis is None else repr(self.axis)})"
+
+
+class Bytes(Text):
+    """A field of byte strings of any length: one a row, or one for each item of an axis. Takes lists of `bytes`.
+
+    Args:
+        axis: name of an axis; by default a row has one string.
+
+    Raises:
+        SchemaError: the axis has no such name.
+
+    Examples:
+        >>> Bytes().kind
+        'bytes'
+    """
+
+    def __init__(self, axis: str | None = None) -> None:
+        self._set((), "uint8", False, None if axis is None else check_label("an axis", axis), None, "bytes")
 
 
 def of_field(name: str, error: SchemaError) -> SchemaError:
@@ -139,16 +243,19 @@ def check_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
                 f"field {shown(name)} must be a geartrain.Field, found {type(field).__name__}: write "
                 f"Field((3,), 'float32') for three numbers a step"
             )
-        if not _is_name(name):
-            raise SchemaError(f"a field's name has 1 to {MAX_NAME_BYTES} bytes of UTF-8, found {shown(name)}")
+        check_label("a field", name)
     return dict(fields)
 
 
-def _is_name(name: object) -> bool:
+def check_label(what: str, name: object) -> str:
+    """A name that segments store: of a field, an axis or a task. Raises `SchemaError`."""
     try:
-        return len(check_text("a name", name).encode()) <= MAX_NAME_BYTES
+        text = check_text("a name", name)
     except ArgumentError:
-        return False
+        text = ""
+    if not 1 <= len(text.encode()) <= MAX_NAME_BYTES:
+        raise SchemaError(f"{what} has a name of 1 to {MAX_NAME_BYTES} bytes of UTF-8, found {shown(name)}")
+    return text
 
 
 def check_max_length(fields: Mapping[str, Field], max_length: int | None) -> int:
@@ -176,6 +283,11 @@ def check_max_length(fields: Mapping[str, Field], max_length: int | None) -> int
     if not 1 <= length <= MAX_AXIS:
         raise ArgumentError(f"max_length must be from 1 to {MAX_AXIS} steps, found {shown(length)}")
     return length
+
+
+def plain(field: Field) -> Field:
+    """A field of a store with axes or tasks as a plain one: what one item of it is."""
+    return Field(field.shape, field.dtype, per_row=True)
 
 
 def stored_schema(fields: Mapping[str, Field], max_length: int) -> list[tuple[str, Dtype, bool, list[int]]]:

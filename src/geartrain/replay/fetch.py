@@ -18,16 +18,26 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from geartrain.core.arguments import check_choice
+from geartrain.core.arguments import check_choice, default_threads
 from geartrain.core.dtypes import count_write
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.device.options import Path
-from geartrain.replay.fetch_plan import As, FetchedRows, FetchPlan, Pad, check_same_schema, fetch_rows
+from geartrain.replay.fetch_plan import (
+    As,
+    FetchedRows,
+    FetchPlan,
+    Pad,
+    check_names_of,
+    check_same_schema,
+    fetch_rows,
+)
 from geartrain.replay.fetchers import fetcher_of
 from geartrain.replay.native_batch import fetched_batch
+from geartrain.replay.packed_batch import fetch_packed
 from geartrain.replay.windows import Windows, as_windows
+from geartrain.store.packed import check_output
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
@@ -122,6 +132,17 @@ def fetch(
         if here or starts is not None or isinstance(window, Windows):
             raise ArgumentError(f"{store!r} supports only fields, window (a number), ends, pad, output and on_stale")
         return store.fetch(keys, fields=fields, window=window, ends=ends, pad=pad, output=output, on_stale=on_stale)
+    if isinstance(store, Store) and store.plan is not None:
+        placed = window is not None or ends is not None or starts is not None or pad != "left"
+        if placed or out is not None or path != "auto":
+            raise ArgumentError(
+                f"the store {store.name!r} has axes, strings or tasks, and its rows are read whole into memory of their "
+                f"own: leave out window, ends, starts, pad, out and path"
+            )
+        if fields is not None:
+            check_names_of("fields", fields)
+        keys.check_store(store.id, store.name)
+        return fetch_packed(store, store.plan, keys, fields, check_output(output), default_threads(threads), on_stale)
     if isinstance(store, Store) and out is None and ends is None and starts is None and path == "auto":
         found = _fetch_plainly(store, keys, fields, window, pad, output, threads)
         if found is not None:

@@ -41,6 +41,7 @@ from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch_plan import As, Pad
 from geartrain.replay.figures import ConsumerFigures, figures_of_passes
 from geartrain.replay.state import checked_state
+from geartrain.replay.store_waits import NoMoreRowsError
 from geartrain.replay.transitions import Transitions
 from geartrain.replay.windows import Windows, as_windows, with_room_for
 from geartrain.selection.epochs import Epochs
@@ -268,7 +269,10 @@ class Replay:
         epoch = self._epoch()
         while iteration == self._iteration and (stop is None or self.step < stop) and epoch == self._epoch():
             step = self.step
-            batch = self.sample()
+            try:
+                batch = self.sample()
+            except NoMoreRowsError:
+                return
             begun = self._begun_after(epoch)
             if begun is not None:  # nothing was left of the pass: this is the next one's, and made again when it begins
                 with self._turn:

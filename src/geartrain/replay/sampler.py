@@ -45,6 +45,7 @@ from geartrain.selection.strategy import (
     traits_of,
     with_min_length,
 )
+from geartrain.store.packed import PackedReader
 
 # A draw that loses its row this often in a row is drawing from a store that turns over faster than it can be read.
 MAX_ATTEMPTS = 64
@@ -87,6 +88,7 @@ class StoreSampler(StoreWaits):
         draws_natively: whether native code draws the rows, not the strategy's own code.
         placed: whether a Python function chooses the windows of rows.
         passes: passes of `Epochs`; None for other strategies.
+        packed: reads the fields of a store with axes or tasks; None for other stores.
         callbacks: the parts of a batch that Python is called for, by name.
         priority_copy: copy of the priorities, which has to follow the changes of this process; None if there is none.
     """
@@ -103,6 +105,10 @@ class StoreSampler(StoreWaits):
     ) -> None:
         super().__init__(plan.store, min_rows, timeout_s, stopping)
         self.plan = plan
+        tasks = plan.store.plan
+        self.packed = (
+            None if tasks is None else PackedReader(plan.store.native, tasks, plan.names, threads=plan.threads)
+        )
         self.transitions = transitions
         self.strategy = strategy
         self.traits = traits_of(strategy)
@@ -114,7 +120,9 @@ class StoreSampler(StoreWaits):
         self._fixed_alpha = self.alpha if fixed else None
         self.raises = self._fixed_alpha != 1
         self.atom = self.traits.atom
-        self._cursor_name = "after" if self.traits.cursor else ""
+        # Rows are finished in another order than they were inserted in, and freed by their draw: nothing is passed over.
+        self._moves_on = self.traits.cursor and not (tasks is not None and tasks.tasks)
+        self._cursor_name = "after" if self._moves_on else ""
         self._asks_shards = False  # of code of the strategy's own: for many shards
         # Built-in strategies and others that follow from their traits; the rest are asked for their draws.
         self.draws_natively = (
@@ -240,6 +248,20 @@ class StoreSampler(StoreWaits):
         begin = functools.partial(self._row_sampler.begin, transfer=transfer, store=store)
         return self.sample(n, step, state, admission, into, first, begin)
 
+    def sample_packed(
+        self, n: int, step: int, state: dict[str, int], admission: Admission
+    ) -> tuple[_native.SampledBatch, _native.PackedArrays, dict[str, int]]:
+        """The rows of a step of a store with axes or tasks: metadata, values, and the strategy's state after it."""
+        assert self.packed is not None
+        transfer = self.packed.native.transfer()
+        begun = self.begin(n, step, state, admission, None, 0, transfer, 0)
+        try:
+            rows, after = begun.finish()
+        except BaseException:
+            begun.abandon()
+            raise
+        return rows, transfer.taken(), after
+
     def settle_rows(
         self,
         result: Any,
@@ -270,7 +292,7 @@ class StoreSampler(StoreWaits):
         may be ranks.
         """
         self.counts_attached = False
-        self._cursor_name = "after/0" if self.traits.cursor else ""
+        self._cursor_name = "after/0" if self._moves_on else ""
         if self.passes is None and hasattr(self.strategy, "select_shards"):
             self.draws_natively, self._asks_shards = False, True
 
@@ -373,7 +395,7 @@ class StoreSampler(StoreWaits):
     @functools.cached_property
     def batch_sampler(self) -> _native.BatchSampler:
         """The native sampler, which draws, places, copies and redraws."""
-        return self._sampler_of(self.plan.numbers)
+        return self._sampler_of(self.plan.numbers if self.packed is None else [])
 
     @functools.cached_property
     def _row_sampler(self) -> _native.BatchSampler:
@@ -393,7 +415,7 @@ class StoreSampler(StoreWaits):
             traits.replacement,
             traits.stratified,
             traits.order,
-            traits.cursor,
+            self._moves_on,
             self.min_rows,
             traits.over_steps,
             None if self.transitions is None else self.transitions.native,

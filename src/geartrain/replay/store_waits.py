@@ -20,6 +20,10 @@ _ALONE = (
 )
 
 
+class NoMoreRowsError(NotEnoughRowsError):
+    """The store's `finish` was called, and fewer rows than a batch needs can ever come. It ends an iteration."""
+
+
 class StoreWaits:
     """Waits before a draw from one store, for rows and for the rate limiter.
 
@@ -117,7 +121,7 @@ class StoreWaits:
         if len(store) >= self.min_rows or not self.rows_may_come():
             return
         self.stage, before = "waiting for rows", len(store)
-        while len(store) < self.min_rows and self.rows_may_come():
+        while len(store) < self.min_rows and self.rows_may_come() and not self.is_over():
             if self.is_stopped():
                 raise CallCancelledError(f"the replay was stopped while it waited for {self.min_rows} rows")
             if time.monotonic() >= min(until_s, self.until_s):
@@ -127,6 +131,11 @@ class StoreWaits:
                 ) from store.writers.failure
             time.sleep(LOOK_EVERY_S)
             self.expire()
+
+    def is_over(self) -> bool:
+        """Whether `min_rows` rows can never be there any more, as the store's `finish` was called."""
+        store = self._store
+        return store.plan is not None and store.native.ends_below(self.min_rows)
 
     def describe_wait(self) -> str:
         """The store's rows, its rate limiter, what this sampler is doing and what its writers lack, for an error."""
@@ -145,6 +154,11 @@ class StoreWaits:
         """Raises `NotEnoughRowsError` when so many selectable rows are too few."""
         if count < self.min_rows:
             writers = self._store.writers
+            if self.is_over():
+                raise NoMoreRowsError(
+                    f"finish() was called for the store {self._store.name!r}, and fewer rows are left than the "
+                    f"{self.min_rows} that a batch needs; {count} can be drawn"
+                )
             why = writers.trouble or ("" if self.rows_may_come() else _ALONE)
             raise NotEnoughRowsError(
                 f"a batch needs {self.min_rows} selectable rows, the store {self._store.name!r} has {count}{why}"

@@ -28,7 +28,7 @@ from geartrain.core.json_values import parse_json
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import FULL, room_in
-from geartrain.errors import CheckpointError, NoSpaceError
+from geartrain.errors import ArgumentError, CheckpointError, NoSpaceError
 from geartrain.store.checkpoint_directory import (
     HeldDirectory,
     lock_shared,
@@ -104,6 +104,8 @@ def save(
 
     `origin` is the id of the checkpoint that the store was made from, if it was; `locks`: the handle may lock it.
     """
+    if "axes" in store.describe():
+        raise ArgumentError("a store with axes, strings or tasks cannot be saved yet")
     began_s = time.monotonic()
     if base is not None:
         base = check_path("base", base)

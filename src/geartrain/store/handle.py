@@ -14,17 +14,18 @@ from geartrain.core.arguments import check_flag
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust
+from geartrain.core.tasks import Task
 from geartrain.errors import ArgumentError, SchemaError, StoreClosedError
 from geartrain.store.columns import Columns
 from geartrain.store.rate_limiter import RateLimiter
-from geartrain.store.segment import remover_of, schema_of_segment
+from geartrain.store.segment import plan_of_segment, remover_of, schema_of_segment
 from geartrain.store.writers import ExpectedWriters, Writers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 #: Named states of a row, as `Store.status` reports them.
-ROW_STATES = ("free", "writing", "committed", "exhausted", "open")
+ROW_STATES = ("free", "writing", "committed", "exhausted", "open", "under_way")
 OPEN = ROW_STATES.index("open")
 _SELECTABLE = (ROW_STATES.index("committed"), OPEN)
 
@@ -37,6 +38,7 @@ class StoreHandle:
     Attributes:
         limiter: bounds the ratio of samples to inserts; off until it is set.
         native: the native store, for higher layers.
+        plan: axes, tasks and who writes which field, for higher layers; None for a store with neither.
         columns: the fields' blocks and the code that copies into them, for higher layers.
         writers: the writers announced by `expect_writers`, for higher layers.
         kept: objects of higher layers that live as long as the handle, by their type. The end of `close()` closes each
@@ -49,6 +51,7 @@ class StoreHandle:
         self._trust: Trust = trust
         about = native.describe()
         self._about: dict[str, Any] = about
+        self.plan = plan_of_segment(native)
         self._fields, max_length = schema_of_segment(native)
         self.columns = Columns(native, self._fields, max_length)
         self.limiter: RateLimiter = self.columns.limiter
@@ -94,6 +97,25 @@ class StoreHandle:
         return dict(self._fields)
 
     @property
+    def tasks(self) -> dict[str, Task]:
+        """The tasks that each row passes through, by name, the last one at the end. Empty if there are none."""
+        return {} if self.plan is None else dict(self.plan.tasks)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes whose length differs from row to row."""
+        return () if self.plan is None else tuple(axis.name for axis in self.plan.axes)
+
+    def check_plain(self, what: str) -> None:
+        """Internal: raises `ArgumentError` if the store has axes, strings or tasks, for which `what` does not exist.
+
+        Args:
+            what: the end of a sentence: "it cannot be saved".
+        """
+        if self.plan is not None:
+            raise ArgumentError(f"the store {self._name!r} has {'tasks' if self.plan.tasks else 'axes'}: {what}")
+
+    @property
     def capacity(self) -> int:
         """Number of rows that fit."""
         return int(self._about["capacity"])
@@ -131,6 +153,7 @@ class StoreHandle:
             "priority_per": "step" if about["step_priorities"] else "row",
             "new_priority": "max" if about["max_priority"] else "one",
             "persist": about["persist"],
+            **({} if self.plan is None else {"tasks": self.tasks or None, "span_bytes": about["span_bytes"]}),
         }
 
     @property
@@ -153,8 +176,15 @@ class StoreHandle:
         The counters live in the segment and cover all processes: inserted, evicted, expired, exhausted, deleted,
         abandoned, reclaimed, sampled, torn, stale_keys, priorities_updated, priorities_saturated,
         priorities_rounded_up, repairs.
+
+        With tasks also rows that are under_way, those that were dropped and given_up (dropped after three deaths), how
+        often a row was set_back to its insert and a claim revoked to make room, and span_bytes with those that are
+        free, free_span_bytes. `task_stats` has the figures of each task.
         """
-        return dict(self.native.counters())
+        counts = dict(self.native.counters())
+        if self.plan is not None:
+            counts.update({name: value for name, value in self.native.task_figures().items() if type(value) is int})
+        return counts
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{len(self)}/{self.capacity} rows"

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from geartrain.core.arguments import check_choice, check_unmasked, did_you_mean
 from geartrain.core.dtypes import DTYPES, Dtype, as_dtype, as_raw, plain_tensor, torch_dtype
 from geartrain.core.keys import Keys
-from geartrain.core.schema import of_field
+from geartrain.core.schema import Field, of_field
 from geartrain.errors import FieldError, SchemaError
 from geartrain.store.columns import Columns, as_column
 
@@ -80,6 +80,22 @@ def insert_rows(
 def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> tuple[Any, int, int]:
     """The data as a C-contiguous array of the field's bytes, its rows and its steps."""
     field = columns.fields[name]
+    data = as_array(name, field, data, casting)
+    shape = tuple(data.shape)
+    block = field.block_shape(columns.max_length)
+    fits = len(shape) == len(block) + 1
+    if fits and not field.per_row:
+        fits = shape[2:] == field.shape and 1 <= shape[1] <= columns.max_length
+    elif fits:
+        fits = shape[1:] == field.shape
+    if not fits:
+        wanted = ("n", *field.shape) if field.per_row else ("n", f"t <= {columns.max_length}", *field.shape)
+        raise SchemaError(f"field {name!r} takes ({', '.join(map(str, wanted))}), found shape {shape}")
+    return as_buffer(name, field, data), shape[0], 1 if field.per_row else shape[1]
+
+
+def as_array(name: str, field: Field, data: Any, casting: Casting) -> Any:
+    """The data as an array or tensor of the field's dtype, of any shape; raises `SchemaError`."""
     check_unmasked(f"field {name!r}", data)
     if getattr(data, "is_nested", False):
         raise SchemaError(
@@ -100,26 +116,20 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
         found = as_dtype(data.dtype)
     except SchemaError as error:
         raise of_field(name, error) from None
-    if found.name != field.dtype:
-        if not _castable(found, DTYPES[field.dtype], casting):
-            allowed = "" if casting == "no" else f", which casting={casting!r} does not convert"
-            castable = _castable(found, DTYPES[field.dtype], "same_kind")
-            hint = '; casting="same_kind" converts it' if castable else ", of another kind: convert it first"
-            raise SchemaError(f"field {name!r} holds {field.dtype}, found {found.name}{allowed or hint}")
-        if hasattr(data, "detach"):
-            data = plain_tensor(data).to(torch_dtype(DTYPES[field.dtype]))
-        else:
-            data = data.astype(field.numpy_dtype)
-    shape = tuple(data.shape)
-    block = field.block_shape(columns.max_length)
-    fits = len(shape) == len(block) + 1
-    if fits and not field.per_row:
-        fits = shape[2:] == field.shape and 1 <= shape[1] <= columns.max_length
-    elif fits:
-        fits = shape[1:] == field.shape
-    if not fits:
-        wanted = ("n", *field.shape) if field.per_row else ("n", f"t <= {columns.max_length}", *field.shape)
-        raise SchemaError(f"field {name!r} takes ({', '.join(map(str, wanted))}), found shape {shape}")
+    if found.name == field.dtype:
+        return data
+    if not _castable(found, DTYPES[field.dtype], casting):
+        allowed = "" if casting == "no" else f", which casting={casting!r} does not convert"
+        castable = _castable(found, DTYPES[field.dtype], "same_kind")
+        hint = '; casting="same_kind" converts it' if castable else ", of another kind: convert it first"
+        raise SchemaError(f"field {name!r} holds {field.dtype}, found {found.name}{allowed or hint}")
+    if hasattr(data, "detach"):
+        return plain_tensor(data).to(torch_dtype(DTYPES[field.dtype]))
+    return data.astype(field.numpy_dtype)
+
+
+def as_buffer(name: str, field: Field, data: Any) -> Any:
+    """An array or tensor of the field's dtype as C-contiguous host memory; types that NumPy lacks as integers."""
     if hasattr(data, "detach"):  # a torch tensor
         if data.device.type != "cpu":
             raise SchemaError(f"field {name!r} is on {data.device}, but the store takes host memory: pass tensor.cpu()")
@@ -128,9 +138,7 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
         data = plain_tensor(data).contiguous()
     else:
         data = np.ascontiguousarray(data)
-    if DTYPES[field.dtype].numpy_name is None:
-        data = as_raw(data, DTYPES[field.dtype])
-    return data, shape[0], 1 if field.per_row else shape[1]
+    return data if DTYPES[field.dtype].numpy_name is not None else as_raw(data, DTYPES[field.dtype])
 
 
 def _castable(given: Dtype, wanted: Dtype, casting: Casting) -> bool:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from geartrain.core.arguments import check_choice, timeout
 from geartrain.errors import ArgumentError, JournalError, WaitTimeoutError
 from geartrain.store.segment import JournalFull
-from geartrain.store.writable import WritableStore
+from geartrain.store.tasked import TaskedStore
 
 if TYPE_CHECKING:
     from geartrain.store.checkpoint_reader import Checkpoint
     from geartrain.store.journal import Journal, JournalOptions, JournalStatus
 
 
-class JournaledStore(WritableStore):
+class JournaledStore(TaskedStore):
     """A handle whose store may have a journal. Users have its subclass `Store`."""
 
     _journal: Journal | None = None

@@ -29,10 +29,12 @@ from geartrain.core.schema import (
     check_fields,
     check_max_length,
     fields_of_stored,
+    plain,
     schema_difference,
     stored_schema,
 )
 from geartrain.core.shared_files import Trust, shared_files
+from geartrain.core.tasks import RowPlan, Task, plan_difference, plan_of_stored, row_plan
 from geartrain.errors import (
     ArgumentError,
     FieldError,
@@ -144,6 +146,8 @@ class CreateOptions(TypedDict, total=False):
     journal: str | os.PathLike[str] | None
     journal_sync_s: float
     journal_full: JournalFull
+    tasks: Mapping[str, Task] | None
+    span_bytes: int | None
 
 
 def create_segment(
@@ -165,18 +169,38 @@ def create_segment(
     reserve: bool,
     trust: Trust,
     timeout_s: float,
+    tasks: Mapping[str, Task] | None,
+    span_bytes: int | None,
 ) -> _native.Store:
     """Checks the options and creates the segment; see `Store.create`."""
     fields = check_fields(fields)
-    max_length = check_max_length(fields, max_length)
+    plan = row_plan(fields, tasks)
+    if plan is not None:
+        _refuse_for_spans(
+            plan,
+            max_length=max_length,
+            capacity_steps=capacity_steps,
+            capacity_bytes=capacity_bytes,
+            max_rows=max_rows,
+            max_age_s=max_age_s,
+            remover=None if remover == "fifo" else remover,
+            priority_per=None if priority_per == "row" else priority_per,
+        )
+        fields, max_length = plan.fields, None
+        if max_times_sampled is None and plan.tasks:
+            max_times_sampled = 1
+    spans = _span_bytes(plan, span_bytes)
+    max_length = 1 if plan is not None else check_max_length(fields, max_length)
     number = remover_number(remover, fields)
     per_step = check_choice("priority_per", priority_per, ("row", "step")) == "step"
     takes_max = check_choice("new_priority", new_priority, ("one", "max")) == "max"
     if per_step and remover == "lowest_priority":
         raise ArgumentError("with priority_per='step' rows have no priorities; remover='lowest_priority' needs them")
     specs = [
-        (field, dtype.code, dtype.itemsize, timed, shape)
-        for field, dtype, timed, shape in stored_schema(fields, max_length)
+        (field, dtype.code, dtype.itemsize, timed and plan is None, shape)
+        for field, dtype, timed, shape in stored_schema(
+            fields if plan is None else {field: plain(spec) for field, spec in fields.items()}, max_length
+        )
     ]
 
     def rows_within(nbytes: int) -> int:
@@ -218,13 +242,64 @@ def create_segment(
             trust,
             per_step,
             takes_max,
+            [] if plan is None else plan.places(),
+            [] if plan is None else [axis.name for axis in plan.axes],
+            [] if plan is None else plan.records(),
+            spans,
         )
     except StoreExistsError:
         raise StoreExistsError(_describe_existing(name, trust)) from None
 
 
+#: Bytes of a region of spans, at least.
+LEAST_SPAN_BYTES = 4096
+
+
+def _refuse_for_spans(plan: RowPlan, **options: object) -> None:
+    """Raises `ArgumentError` for an option that means nothing where rows have axes or tasks."""
+    given = [f"{name}={shown(value)}" for name, value in options.items() if value is not None]
+    if given:
+        raise ArgumentError(
+            f"a store with {'tasks' if plan.tasks else 'axes'} takes no {', '.join(given)}: its rows have no steps, "
+            f"stay until they are drawn, dropped or deleted, and lie in capacity= rows and span_bytes= bytes"
+        )
+
+
+def _span_bytes(plan: RowPlan | None, span_bytes: int | None) -> int:
+    """The bytes of the region of spans; 0 for a store without axes and tasks."""
+    if plan is None:
+        if span_bytes is not None:
+            raise ArgumentError(
+                f"span_bytes={shown(span_bytes)} is for stores with axes, strings or tasks; this one has none"
+            )
+        return 0
+    if span_bytes is None:
+        inside = [name for name in plan.fields if plan.in_spans(name)]
+        if not inside:
+            return LEAST_SPAN_BYTES
+        raise ArgumentError(
+            f"span_bytes= is missing: the bytes that the fields of different lengths take in all rows together "
+            f"({', '.join(map(repr, inside))}). For example 4096 rows of 100 kB: span_bytes=410_000_000"
+        )
+    return whole_number("span_bytes", span_bytes, 2**46 - 1, least=LEAST_SPAN_BYTES)
+
+
+def plan_of_segment(native: _native.Store) -> RowPlan | None:
+    """The axes and tasks of a store, with all its fields; None if it has neither."""
+    about = native.describe()
+    if "axes" not in about:
+        return None
+    plain_fields, _ = fields_of_stored(
+        (name, dtype_of_code(code), timed, shape) for name, code, shape, timed in about["fields"]
+    )
+    return plan_of_stored(plain_fields, about["places"], about["axes"], about["tasks"])
+
+
 def schema_of_segment(native: _native.Store) -> tuple[dict[str, Field], int]:
     """The fields of a store, in their order, and its longest row in steps."""
+    plan = plan_of_segment(native)
+    if plan is not None:
+        return plan.fields, 1
     return fields_of_stored(
         (name, dtype_of_code(code), timed, shape) for name, code, shape, timed in native.describe()["fields"]
     )
@@ -319,19 +394,33 @@ def remove_journaled(name: str, journal: Path, trust: Trust = "user") -> None:
         return
 
 
-def check_schema(name: str, wanted: Mapping[str, Field], max_length: int | None, native: _native.Store) -> None:
+def check_schema(
+    name: str,
+    wanted: Mapping[str, Field],
+    max_length: int | None,
+    native: _native.Store,
+    tasks: Mapping[str, Task] | None = None,
+) -> None:
     """Compares a store's schema with the one asked for; any `max_length` will do where None was.
 
     Raises:
         IncompatibleStoreError: they differ; says in what.
     """
     fields, (found, longest) = check_fields(wanted), schema_of_segment(native)
+    plan, stored = row_plan(fields, tasks), plan_of_segment(native)
+    if plan is not None and stored is not None:
+        fields = plan.fields
+    elif plan is not None or stored is not None:
+        has, asked = ("axes or tasks", "none") if stored is not None else ("neither axes nor tasks", "some")
+        raise IncompatibleStoreError(f"the store {name!r} has {has}, asked for {asked}: pass its tasks= and fields")
     if fields != found:  # their order means nothing: fields are found by name
         raise IncompatibleStoreError(
             f"the store {name!r} has another schema than asked for: {schema_difference(fields, found)}. A store's "
             f"fields are those it was created with: for others create a new one, and insert the rows that `fetch` gets "
             f"from it"
         )
+    if plan is not None and stored is not None and (difference := plan_difference(plan, stored)):
+        raise IncompatibleStoreError(f"the store {name!r} has other tasks than asked for: {difference}")
     if max_length is not None and check_whole("max_length", max_length) != longest:
         raise IncompatibleStoreError(
             f"the store {name!r} has rows of at most {longest} steps, asked for max_length={max_length}"

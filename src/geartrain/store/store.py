@@ -15,6 +15,7 @@ import geartrain.store.anonymous as anonymous
 from geartrain.core.arguments import check_choice, check_flag, check_keywords, timeout
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust, check_trust
+from geartrain.core.tasks import Task, row_plan
 from geartrain.errors import (
     ArgumentError,
     CheckpointError,
@@ -116,6 +117,8 @@ class Store(JournaledStore):
         journal: str | os.PathLike[str] | None = None,
         journal_sync_s: float = 1.0,
         journal_full: JournalFull = "wait",
+        tasks: Mapping[str, Task] | None = None,
+        span_bytes: int | None = None,
     ) -> Store:
         """Creates an empty store: `Store.create(name, fields, ...)`, or `Store.create(fields, ...)` without a name.
 
@@ -166,6 +169,15 @@ class Store(JournaledStore):
                 0 flushes before a commit, a deletion or a rewrite returns.
             journal_full: what a commit does if the journal's disk is full: "wait" up to `timeout_s` for room, or
                 "error" at once (`NoSpaceError`). In both cases a call that raises commits no row.
+            tasks: the tasks that each row passes through, by name (docs/tasks.md). `fields` are then those of the
+                insert. The one task without fields that comes after all others is the last; `max_times_sampled` is 1
+                by default, so that a row is freed when it is drawn.
+            span_bytes: bytes for the fields of different lengths, of all rows together: those with an axis, those of
+                tasks, and strings. Required if there are any; there is no default, since only you know the lengths.
+                A put takes its values, padded to 64 bytes a field, and 64 bytes.
+
+        With axes, strings or tasks a store takes `capacity` alone of the sizes, no `max_length`, no limit by age or
+        number, no remover, no priorities of steps and no journal.
 
         Returns:
             The store, open in this process.
@@ -187,6 +199,8 @@ class Store(JournaledStore):
         wanted = journal_asked_for(journal, journal_sync_s, journal_full)
         if fields is None:
             raise ArgumentError("give the fields of the store: a mapping of names to geartrain.Field")
+        if wanted is not None and row_plan(fields, tasks) is not None:
+            raise ArgumentError("a store with axes, strings or tasks has no journal: leave out journal=")
         if name is None:
             if persist is not None and check_flag("persist", persist):
                 raise ArgumentError("persist=True needs a name: a store without one is removed with its last process")
@@ -213,6 +227,8 @@ class Store(JournaledStore):
             reserve=reserve,
             trust=check_trust(trust),
             timeout_s=timeout_s,
+            tasks=tasks,
+            span_bytes=span_bytes,
         )
         store = cls(native, name, trust)
         if wanted is not None:
@@ -236,6 +252,7 @@ class Store(JournaledStore):
         adopt: bool = False,
         trust: Trust = "user",
         timeout_s: float = 10.0,
+        tasks: Mapping[str, Task] | None = None,
         **options: Any,
     ) -> Store:
         """Joins a store that exists, or creates one if you ask for it.
@@ -258,6 +275,7 @@ class Store(JournaledStore):
                 is, also one whose import was killed half-way.
             trust: who may write to the file, as in `create`. A file that more users may write to is not opened.
             timeout_s: longest wait for another process that holds the store's lock, in seconds.
+            tasks: tasks that the store must have, given with `fields`.
             options: passed to `create` if the store is created.
 
         Returns:
@@ -286,15 +304,20 @@ class Store(JournaledStore):
         if create == "never" and options:
             raise ArgumentError(f"{', '.join(options)} only mean something with create='missing' or 'replace'")
         timeout_s, trust = timeout(timeout_s), check_trust(trust)
+        if tasks is not None and fields is None:
+            raise ArgumentError("tasks= is compared with the store's together with its fields: pass both or neither")
+        given: dict[str, Any] = {
+            "max_length": max_length, "trust": trust, "timeout_s": timeout_s, "tasks": tasks,
+        }  # fmt: skip
         if create == "replace":
             remove_unused(name, trust)
             assert fields is not None
-            return cls.create(name, fields, max_length=max_length, trust=trust, timeout_s=timeout_s, **options)
+            return cls.create(name, fields, **given, **options)
         while True:
             try:
                 if fields is not None:
                     # Before joining: a dead run's segment that was joined and left again would be removed.
-                    check_schema(name, fields, max_length, peek(name, trust))
+                    check_schema(name, fields, max_length, peek(name, trust), tasks)
                 if mode == "r":
                     return cls(read_only(name, adopt=adopt, timeout_s=timeout_s, trust=trust), name, trust)
                 store = cls(attach(name, adopt=adopt, timeout_s=timeout_s, trust=trust), name, trust)
@@ -310,14 +333,13 @@ class Store(JournaledStore):
                     raise
                 assert fields is not None
                 try:
-                    return cls.create(name, fields, max_length=max_length, trust=trust, timeout_s=timeout_s, **options)
+                    return cls.create(name, fields, **given, **options)
                 except StoreExistsError:
                     continue  # another process created it meanwhile
         try:
             if fields is not None:
-                check_schema(
-                    name, fields, max_length, store.native
-                )  # the name may have passed to another segment meanwhile
+                # The name may have passed to another segment meanwhile.
+                check_schema(name, fields, max_length, store.native, tasks)
             join_journal(store)
         except BaseException:
             store.close()
@@ -432,6 +454,7 @@ class Store(JournaledStore):
             progress: show a progress bar.
 
         Raises:
+            ArgumentError: the store has axes, strings or tasks.
             CheckpointError: `directory` exists and is not a checkpoint, or is a dangling symbolic link; or `base` is
                 not a checkpoint, or damaged.
             NoSpaceError: the file system or a quota is full, or a file would exceed RLIMIT_FSIZE.

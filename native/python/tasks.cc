@@ -1,0 +1,550 @@
+// Binding of Tasks (store/tasks.h): rows with spans are inserted, claimed, written, released and dropped, and waited
+// for.
+//
+// Values come as runs: one buffer that has those of all rows, or a buffer for each row. Python has checked dtypes and
+// shapes; what bounds a copy is checked here once more. Every wait ends at a deadline, when the store is closed, and
+// for Python's signals.
+
+#include "store/tasks.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+
+#include "base/deadline.h"
+#include "base/errors.h"
+#include "fetch/packed.h"
+#include "python/bind.h"
+#include "python/host_array.h"
+
+namespace geartrain {
+namespace {
+
+using LengthTable = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+Tasks& tasks_of(const Store& store) {
+  store.check_open();
+  Tasks* const tasks = store.tasks();
+  if (tasks == nullptr) fail(ErrorKind::schema, "the store has neither axes nor tasks");
+  return *tasks;
+}
+
+void check_task_number(const Tasks& tasks, uint32_t task) {
+  if (task == 0 || task > tasks.count()) fail(ErrorKind::schema, "no task number ", task);
+}
+
+double seconds_left(const Deadline& deadline) {
+  return static_cast<double>(deadline.left_ns()) / 1e9;
+}
+
+// The values of the rows that are written, as Python gave them: (field, runs, sizes) each. `runs` is a buffer or a list
+// of buffers, `sizes` the same of uint32, of strings alone.
+class GivenValues {
+ public:
+  GivenValues(const Store& store, const nb::list& sources, size_t rows) : store_(store), rows_(rows) {
+    for (const nb::handle each : sources) {
+      const auto parts = nb::cast<nb::tuple>(each);
+      Given given;
+      given.field = nb::cast<uint32_t>(parts[0]);
+      if (given.field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", given.field);
+      given.runs = opened(parts[1]);
+      if (!parts[2].is_none()) given.sizes = opened(parts[2]);
+      given_.push_back(std::move(given));
+    }
+    for (Given& given : given_) {
+      for (const auto& run : given.runs) given.at.push_back(reinterpret_cast<const std::byte*>(run->data()));
+      for (const auto& sizes : given.sizes) given.sizes_at.push_back(reinterpret_cast<const uint32_t*>(sizes->data()));
+      sources_.push_back({given.field, given.at, given.sizes_at});
+    }
+  }
+
+  std::span<const PackedSource> sources() const { return sources_; }
+
+  // Throws schema unless every run has the bytes that the rows' lengths say. Rows that are passed over count as well.
+  void check(std::span<const TaskRow> rows) const {
+    for (const Given& given : given_) {
+      const FieldRecord& field = store_.fields()[given.field];
+      uint64_t items = 0;
+      for (size_t i = 0; i < rows.size(); ++i) {
+        if (given.runs.size() != 1) items = 0;
+        items += field.axis == 0 ? 1 : rows[i].lengths[field.axis - 1];
+        if (given.runs.size() == 1 && i + 1 < rows.size()) continue;
+        const size_t run = given.runs.size() == 1 ? 0 : i;
+        uint64_t wanted = items * field.block_bytes;
+        if (field.kind != SpanKind::array) {
+          if (given.sizes.size() != given.runs.size() || given.sizes[run]->bytes() != 4 * items) {
+            fail(ErrorKind::schema, "field '", field.name, "' needs ", items, " strings");
+          }
+          wanted = 0;
+          for (uint64_t each = 0; each < items; ++each) wanted += given.sizes_at[run][each];
+        }
+        if (given.runs[run]->bytes() != wanted) {
+          fail(ErrorKind::schema, "field '", field.name, "' needs ", items, " items, which are ", wanted,
+               " bytes; found ", given.runs[run]->bytes());
+        }
+      }
+    }
+  }
+
+ private:
+  using Buffers = std::vector<std::unique_ptr<HostArray>>;
+  struct Given {
+    uint32_t field = 0;
+    Buffers runs, sizes;
+    std::vector<const std::byte*> at;
+    std::vector<const uint32_t*> sizes_at;
+  };
+
+  Buffers opened(nb::handle values) const {
+    Buffers buffers;
+    const auto open = [&](nb::handle value) {
+      auto array = std::make_unique<HostArray>();
+      if (!array->open(value.ptr())) fail(ErrorKind::schema, "values of rows are C-contiguous buffers");
+      buffers.push_back(std::move(array));
+    };
+    if (PyList_Check(values.ptr()) == 0) {
+      open(values);
+      return buffers;
+    }
+    for (const nb::handle value : nb::cast<nb::list>(values)) open(value);
+    if (buffers.size() != rows_) {
+      fail(ErrorKind::schema, buffers.size(), " buffers were given for ", rows_, " rows");
+    }
+    return buffers;
+  }
+
+  const Store& store_;
+  const size_t rows_;
+  std::vector<Given> given_;
+  std::vector<PackedSource> sources_;
+};
+
+void set_lengths(const Tasks& tasks, const LengthTable& lengths, std::span<TaskRow> rows) {
+  const size_t axes = tasks.described().axis_count;
+  if (lengths.shape(0) != rows.size() || lengths.shape(1) != axes) {
+    fail(ErrorKind::schema, "lengths are (", rows.size(), ", ", axes, "), found (", lengths.shape(0), ", ",
+         lengths.shape(1), ")");
+  }
+  for (size_t i = 0; i < rows.size(); ++i) {
+    for (size_t axis = 0; axis < axes; ++axis) rows[i].lengths[axis] = lengths.data()[i * axes + axis];
+  }
+}
+
+// --- inserts --------------------------------------------------------------------------------------------------------
+
+// Inserts rows, all or none. Returns (rows, generations); None where there was no room in time.
+nb::object insert_with_spans(Store& store, size_t n, const nb::list& sources, const LengthTable& lengths,
+                             const std::optional<In<double>>& priorities, const std::optional<In<int64_t>>& versions,
+                             unsigned threads, double timeout_s) {
+  Tasks& tasks = tasks_of(store);
+  std::vector<TaskRow> rows(n);
+  std::vector<uint32_t> generations(n), numbers(n);
+  set_lengths(tasks, lengths, rows);
+  const GivenValues values(store, sources, n);
+  values.check(rows);
+  // Columns are written as those of any insert, spans by fill_spans.
+  std::vector<PackedSource> in_span;
+  std::vector<InsertField> columns;
+  for (const PackedSource& source : values.sources()) {
+    const FieldRecord& field = store.fields()[source.field];
+    if (in_spans(field)) {
+      in_span.push_back(source);
+    } else {
+      columns.push_back({source.field, source.runs[0], field.block_bytes});
+    }
+  }
+  const CommitValues commit{{}, view(priorities), view(versions)};
+  const bool inserted = patiently(timeout_s, [&](Deadline slice, Deadline) {
+    const Store::Call call(store);
+    store.check_values(n, commit);
+    size_spans(store, 0, 0, rows, in_span, {});
+    for (;;) {
+      const uint32_t seen = tasks.table().space_changes.load(std::memory_order_acquire);
+      if (tasks.begin_insert(rows)) break;
+      if (slice.passed()) return false;
+      tasks.await_space(seen, seconds_left(slice));
+    }
+    try {
+      for (size_t i = 0; i < n; ++i) numbers[i] = rows[i].row;
+      fill(store, numbers, columns, {}, threads);
+      fill_spans(store, 0, 0, rows, in_span, {}, threads);
+      tasks.finish_insert(rows, commit, generations);
+    } catch (...) {
+      try {
+        tasks.abandon_insert(rows);
+      } catch (const Error&) {
+        // The first error is the cause. Rows that are left are reclaimed when this process leaves.
+      }
+      throw;
+    }
+    return true;
+  });
+  if (!inserted) return nb::none();
+  return nb::make_tuple(to_numpy(std::move(numbers)), to_numpy(std::move(generations)));
+}
+
+// --- claims ---------------------------------------------------------------------------------------------------------
+
+std::vector<ClaimedRow> claimed_of(const In<uint32_t>& rows, const In<uint32_t>& generations,
+                                   const In<uint16_t>& claims) {
+  if (generations.size() != rows.size() || claims.size() != rows.size()) {
+    fail(ErrorKind::schema, "as many generations and claims as rows are needed");
+  }
+  std::vector<ClaimedRow> claimed(rows.size());
+  for (size_t i = 0; i < claimed.size(); ++i) {
+    claimed[i] = {rows.data()[i], generations.data()[i], claims.data()[i]};
+  }
+  return claimed;
+}
+
+// An array (rows, axes) of items.
+nb::object length_table(std::vector<uint32_t>&& lengths, size_t rows, size_t axes) {
+  auto* moved = new std::vector<uint32_t>(std::move(lengths));
+  nb::capsule owner(moved, [](void* p) noexcept { delete static_cast<std::vector<uint32_t>*>(p); });
+  const size_t shape[2] = {rows, axes};
+  return nb::cast(nb::ndarray<nb::numpy, uint32_t>(moved->data(), 2, shape, owner));
+}
+
+// Claims rows that are due, and waits for some. Returns (rows, generations, claims, lengths); True where none can
+// become due any more, None where none was in time.
+nb::object claim_rows(Store& store, uint32_t task, size_t most, uint64_t max_items, uint32_t axis, double timeout_s) {
+  Tasks& tasks = tasks_of(store);
+  const size_t axes = tasks.described().axis_count;
+  check_task_number(tasks, task);
+  std::vector<ClaimedRow> claimed;
+  std::vector<uint32_t> lengths;
+  bool over = false;
+  patiently(timeout_s, [&](Deadline slice, Deadline) {
+    const Store::Call call(store);
+    for (;;) {
+      const uint32_t seen = tasks.table().figures[task].changes.load(std::memory_order_acquire);
+      claimed = tasks.claim(task, {most, max_items, axis});
+      if (!claimed.empty()) break;
+      over = tasks.is_over(task);
+      if (over) return true;
+      if (slice.passed()) return false;
+      tasks.await_due(task, seen, seconds_left(slice));
+    }
+    lengths.resize(claimed.size() * axes);
+    for (size_t i = 0; i < claimed.size(); ++i) {
+      AxisLengths its{};
+      tasks.lengths(claimed[i].row, claimed[i].generation, &its);
+      std::copy_n(its.begin(), axes, lengths.begin() + static_cast<std::ptrdiff_t>(i * axes));
+    }
+    return true;
+  });
+  if (over) return nb::bool_(true);
+  if (claimed.empty()) return nb::none();
+  const size_t n = claimed.size();
+  std::vector<uint32_t> rows(n), generations(n);
+  std::vector<uint16_t> numbers(n);
+  for (size_t i = 0; i < n; ++i) {
+    rows[i] = claimed[i].row;
+    generations[i] = claimed[i].generation;
+    numbers[i] = claimed[i].claim;
+  }
+  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(numbers)),
+                        length_table(std::move(lengths), n, axes));
+}
+
+size_t release_rows(Store& store, uint32_t task, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                    const In<uint16_t>& claims) {
+  const std::vector<ClaimedRow> claimed = claimed_of(rows, generations, claims);
+  return released(store, [&] { return tasks_of(store).release(task, claimed); });
+}
+
+size_t drop_rows(Store& store, uint32_t task, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                 const In<uint16_t>& claims) {
+  const std::vector<ClaimedRow> claimed = claimed_of(rows, generations, claims);
+  return released(store, [&] { return tasks_of(store).drop(task, claimed); });
+}
+
+// Whether each row is claimed by this process, by that claim: uint8.
+nb::object owned_rows(const Store& store, uint32_t task, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                      const In<uint16_t>& claims) {
+  const std::vector<ClaimedRow> claimed = claimed_of(rows, generations, claims);
+  std::vector<uint8_t> owned(claimed.size());
+  released(store, [&] {
+    for (size_t i = 0; i < owned.size(); ++i) owned[i] = tasks_of(store).owns(task, claimed[i]);
+  });
+  return to_numpy(std::move(owned));
+}
+
+// Items of each axis in rows, 0 where they are not known yet: (lengths (n, axes), whether each key holds (n,)).
+nb::tuple lengths_of_rows(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
+  const size_t n = rows.size(), axes = tasks_of(store).described().axis_count;
+  if (generations.size() != n) fail(ErrorKind::schema, "as many generations as rows are needed");
+  std::vector<uint32_t> lengths(n * axes);
+  std::vector<uint8_t> found(n);
+  released(store, [&] {
+    for (size_t i = 0; i < n; ++i) {
+      AxisLengths its{};
+      found[i] = tasks_of(store).lengths(rows.data()[i], generations.data()[i], &its);
+      std::copy_n(its.begin(), axes, lengths.begin() + static_cast<std::ptrdiff_t>(i * axes));
+    }
+  });
+  return nb::make_tuple(length_table(std::move(lengths), n, axes), to_numpy(std::move(found)));
+}
+
+// --- writing --------------------------------------------------------------------------------------------------------
+
+// What became of each row that was to be written.
+enum class Wrote : uint8_t { done = 0, stale = 1, waits = 2 };
+
+// Rows whose spans were begun are filled and take effect; those that have no room yet are waited for meanwhile.
+class RowWriter {
+ public:
+  RowWriter(Store& store, Write write, uint32_t task, uint8_t axis, std::span<TaskRow> rows,
+            std::span<const PackedSource> sources, std::span<const Appended> appended, unsigned threads)
+      : store_(store),
+        tasks_(tasks_of(store)),
+        write_(write),
+        task_(task),
+        axis_(axis),
+        rows_(rows),
+        sources_(sources),
+        appended_(appended),
+        threads_(threads) {}
+
+  // Until the slice passes; whether all rows are through.
+  bool run(Deadline slice) {
+    for (;;) {
+      const uint32_t seen = tasks_.table().space_changes.load(std::memory_order_acquire);
+      write_some();
+      if (at_ == rows_.size()) return true;
+      switch (tasks_.make_room(task_, rows_[at_])) {
+        case Tasks::Room::made:
+          if (slice.passed()) return false;
+          continue;
+        case Tasks::Room::given_up:
+          rows_[at_++].skipped = true;
+          continue;
+        case Tasks::Room::never:
+          fail(ErrorKind::no_space, "no space for a row of ", rows_[at_].units * kSpanUnit,
+               " bytes, and nothing is left that could give any back: ", tasks_.occupancy(),
+               "; create the store with a larger span_bytes");
+        case Tasks::Room::wait:
+          break;
+      }
+      if (slice.passed()) return false;
+      tasks_.await_space(seen, seconds_left(slice));
+    }
+  }
+  size_t done() const { return at_; }
+
+ private:
+  void write_some() {
+    const std::span<TaskRow> left = rows_.subspan(at_);
+    size_t begun = 0;
+    try {
+      begun = tasks_.begin(write_, task_, left, axis_);
+      if (begun == 0) return;
+      fill_spans(store_, task_, axis_, rows_, sources_, appended_, threads_);
+      tasks_.finish(write_, task_, left.first(begun));
+    } catch (...) {
+      try {
+        tasks_.abandon(write_, task_, left);
+      } catch (const Error&) {
+        // The first error is the cause. Spans that are left are freed when this process leaves.
+      }
+      throw;
+    }
+    for (TaskRow& each : left.first(begun)) each.span = 0;  // filled: no later fill touches it
+    at_ += begun;
+  }
+
+  Store& store_;
+  Tasks& tasks_;
+  Write write_;
+  uint32_t task_;
+  uint8_t axis_;
+  std::span<TaskRow> rows_;
+  std::span<const PackedSource> sources_;
+  std::span<const Appended> appended_;
+  unsigned threads_;
+  size_t at_ = 0;
+};
+
+Write write_of(int number) {
+  if (number < 0 || number > 2) fail(ErrorKind::schema, "no way to write rows: ", number);
+  return static_cast<Write>(number);
+}
+
+// Writes rows of a task: put (0), append (1), rewrite (2). `merges`: of a put of one row, what was appended becomes one
+// span with what is given; `parts` are then the lengths that divide the axis, None where they follow from the appends.
+// Returns a Wrote of each row, uint8.
+nb::object write_rows(Store& store, int write, uint32_t task, uint8_t axis, const In<uint32_t>& rows,
+                      const In<uint32_t>& generations, const std::optional<In<uint16_t>>& claims,
+                      const nb::list& sources, const LengthTable& lengths, uint32_t item, bool merges,
+                      const std::optional<In<int32_t>>& parts, unsigned threads, double timeout_s) {
+  Tasks& tasks = tasks_of(store);
+  const Write how = write_of(write);
+  const size_t n = rows.size();
+  if (generations.size() != n || (claims && claims->size() != n)) {
+    fail(ErrorKind::schema, "as many generations and claims as rows are needed");
+  }
+  check_task_number(tasks, task);
+  if (axis > tasks.described().axis_count) fail(ErrorKind::schema, "no axis number ", axis);
+  if (merges && n != 1) fail(ErrorKind::schema, "what was appended is put row by row, found ", n, " rows");
+  std::vector<TaskRow> written(n);
+  for (size_t i = 0; i < n; ++i) {
+    written[i].row = rows.data()[i];
+    if (written[i].row >= store.header().capacity) fail(ErrorKind::schema, "no row ", written[i].row);
+    written[i].generation = generations.data()[i];
+    if (claims) written[i].claim = claims->data()[i];
+    written[i].item = item;
+  }
+  set_lengths(tasks, lengths, written);
+  const GivenValues values(store, sources, n);
+  const std::vector<int32_t> given = copied(parts);
+  std::vector<Appended> appended(merges ? 1 : 0);
+  RowWriter writer(store, how, task, axis, written, values.sources(), appended, threads);
+  bool prepared = false;
+  const auto give_up_waiting = [&] {
+    try {
+      released(store, [&] { tasks.stop_waiting(); });
+    } catch (const Error&) {
+      // The store is closed: nothing of it waits any more.
+    }
+  };
+  try {
+    const bool all = patiently(timeout_s, [&](Deadline slice, Deadline) {
+      const Store::Call call(store);
+      if (!prepared) {
+        if (merges) {
+          appended[0] = merge_appended(store, task, written[0],
+                                       parts ? std::optional(std::span<const int32_t>(given)) : std::nullopt);
+        }
+        values.check(written);
+        size_spans(store, task, axis, written, values.sources(), appended);
+        prepared = true;
+      }
+      return writer.run(slice);
+    });
+    if (!all) give_up_waiting();
+  } catch (...) {
+    give_up_waiting();
+    throw;
+  }
+  std::vector<uint8_t> out(n);
+  for (size_t i = 0; i < n; ++i) {
+    const Wrote wrote = written[i].skipped ? Wrote::stale : i < writer.done() ? Wrote::done : Wrote::waits;
+    out[i] = static_cast<uint8_t>(wrote);
+  }
+  return to_numpy(std::move(out));
+}
+
+// What was appended to a claimed row so far: (axis, items (p,), lengths (p, axes), values), in the order of items and
+// then of appends. `fields`: whose values; each is (bytes) or, of strings, (bytes, sizes).
+nb::tuple appended_parts(Store& store, uint32_t task, uint32_t row, uint32_t generation, uint16_t claim,
+                         const std::vector<uint32_t>& fields) {
+  Tasks& tasks = tasks_of(store);
+  check_task_number(tasks, task);
+  if (row >= store.header().capacity) fail(ErrorKind::schema, "no row ", row);
+  for (const uint32_t field : fields) {
+    if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+  }
+  const size_t axes = tasks.described().axis_count;
+  Appended found;
+  std::vector<std::vector<uint8_t>> values(fields.size());
+  std::vector<std::vector<uint32_t>> sizes(fields.size());
+  released(store, [&] {
+    found.parts = tasks.chain(task, {row, generation, claim});
+    std::erase_if(found.parts, [](const ChainPart& part) { return part.axis == 0; });
+    std::stable_sort(found.parts.begin(), found.parts.end(),
+                     [](const ChainPart& one, const ChainPart& other) { return one.item < other.item; });
+    if (found.parts.empty()) return;
+    found.axis = found.parts[0].axis;
+    for (size_t i = 0; i < fields.size(); ++i) {
+      copy_appended(store, task, found, fields[i], &values[i], &sizes[i]);
+    }
+    // Copies of a row that was lost meanwhile may be of another's bytes.
+    if (!tasks.owns(task, {row, generation, claim})) {
+      fail(ErrorKind::stale_claim, "row ", row, " is not claimed by this process any more");
+    }
+  });
+  std::vector<uint32_t> items, lengths;
+  for (const ChainPart& part : found.parts) {
+    items.push_back(part.item);
+    lengths.insert(lengths.end(), part.lengths.begin(), part.lengths.begin() + static_cast<std::ptrdiff_t>(axes));
+  }
+  const size_t count = items.size();
+  nb::list copies;
+  for (size_t i = 0; i < fields.size(); ++i) {
+    copies.append(nb::make_tuple(to_numpy(std::move(values[i])), to_numpy(std::move(sizes[i]))));
+  }
+  return nb::make_tuple(found.axis, to_numpy(std::move(items)), length_table(std::move(lengths), count, axes), copies);
+}
+
+// --- who watches ----------------------------------------------------------------------------------------------------
+
+// Figures of each task, and of all rows that are under way.
+nb::dict task_figures(const Store& store) {
+  const Tasks& tasks = tasks_of(store);
+  nb::list each;
+  for (uint32_t task = 1; task <= tasks.count(); ++task) {
+    const TaskFigures& its = tasks.table().figures[task];
+    nb::dict figures;
+    figures["due"] = its.due.load();
+    figures["claimed"] = its.claimed.load();
+    figures["remaining"] = its.remaining.load();
+    figures["done"] = its.done.load();
+    figures["released"] = its.released.load();
+    figures["deaths"] = its.deaths.load();
+    figures["set_back"] = its.set_back.load();
+    each.append(figures);
+  }
+  nb::dict out;
+  out["tasks"] = each;
+  out["finished"] = tasks.table().finished.load() != 0;
+  out["under_way"] = tasks.table().under_way.load();
+  out["dropped"] = tasks.table().dropped.load();
+  out["given_up"] = tasks.table().given_up.load();
+  out["set_back"] = tasks.table().set_back.load();
+  out["revoked"] = tasks.table().revoked.load();
+  out["span_bytes"] = tasks.heap().units() * kSpanUnit;
+  out["free_span_bytes"] = tasks.heap().free_units() * kSpanUnit;
+  return out;
+}
+
+// The oldest row that is claimed for a task: (row, pid of the claimer, when it was inserted in ns); None: none is.
+nb::object oldest_claim(const Store& store, uint32_t task) {
+  const Tasks::Oldest found = released(store, [&] { return tasks_of(store).oldest_claim(task); });
+  if (found.row == kNoRow) return nb::none();
+  return nb::make_tuple(found.row, found.pid, found.inserted_at_ns);
+}
+
+}  // namespace
+
+void bind_tasks(nb::class_<Store>& store) {
+  store
+      .def("insert_with_spans", &insert_with_spans, nb::arg("n"), nb::arg("sources"), nb::arg("lengths"),
+           nb::arg("priorities").none(), nb::arg("versions").none(), nb::arg("threads"), nb::arg("timeout_s"))
+      .def("claim_rows", &claim_rows, nb::arg("task"), nb::arg("most"), nb::arg("max_items"), nb::arg("axis"),
+           nb::arg("timeout_s"))
+      .def("release_rows", &release_rows)
+      .def("drop_rows", &drop_rows)
+      .def("owned_rows", &owned_rows)
+      .def("lengths_of_rows", &lengths_of_rows)
+      .def("write_rows", &write_rows, nb::arg("write"), nb::arg("task"), nb::arg("axis"), nb::arg("rows"),
+           nb::arg("generations"), nb::arg("claims").none(), nb::arg("sources"), nb::arg("lengths"), nb::arg("item"),
+           nb::arg("merges"), nb::arg("parts").none(), nb::arg("threads"), nb::arg("timeout_s"))
+      .def("appended_parts", &appended_parts)
+      .def("task_figures", &task_figures)
+      .def("oldest_claim", &oldest_claim)
+      .def("occupancy", [](const Store& s) { return released(s, [&] { return tasks_of(s).occupancy(); }); })
+      .def("ends_below",
+           [](Store& s, uint64_t rows) { return released(s, [&] { return tasks_of(s).ends_below(rows); }); })
+      .def("end_inserts", [](Store& s) { released(s, [&] { tasks_of(s).end_inserts(); }); })
+      .def("is_over", [](const Store& s, uint32_t task) {
+        return released(s, [&] {
+          const Tasks& tasks = tasks_of(s);
+          check_task_number(tasks, task);
+          return tasks.is_over(task);
+        });
+      });
+}
+
+}  // namespace geartrain

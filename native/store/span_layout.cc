@@ -1,0 +1,72 @@
+#include "store/span_layout.h"
+
+#include <cstring>
+
+namespace geartrain {
+namespace {
+
+constexpr uint64_t kMostSpanBytes = uint64_t{1} << 46;
+
+constexpr uint64_t aligned(uint64_t bytes) {
+  return (bytes + kSpanUnit - 1) / kSpanUnit * kSpanUnit;
+}
+
+}  // namespace
+
+SpanLayout::SpanLayout(const std::vector<FieldRecord>& fields, uint32_t task, uint8_t axis) {
+  for (const bool strings : {false, true}) {
+    for (uint32_t i = 0; i < fields.size(); ++i) {
+      const FieldRecord& field = fields[i];
+      if (!in_spans(field) || field.task != task || (axis != 0 && field.axis != axis)) continue;
+      if ((field.kind != SpanKind::array) != strings) continue;
+      fields_.push_back({i, field.block_bytes, field.axis, field.kind});
+    }
+    if (!strings) arrays_ = fields_.size();
+  }
+}
+
+uint64_t SpanLayout::place(const AxisLengths& lengths, std::span<const uint64_t> string_bytes,
+                           std::span<SpanPiece> pieces) const {
+  uint64_t at = kSpanUnit;
+  for (size_t i = 0; i < fields_.size(); ++i) {
+    const uint64_t items = fields_[i].items(lengths);
+    uint64_t bytes = 0;
+    if (i < arrays_) {
+      if (__builtin_mul_overflow(items, fields_[i].item_bytes, &bytes)) return 0;
+    } else {
+      const uint64_t text = string_bytes[i - arrays_];
+      if (text > UINT32_MAX) return 0;
+      bytes = 4 * (items + 1) + text;
+    }
+    if (bytes > kMostSpanBytes - at) return 0;
+    pieces[i] = {at, bytes};
+    at = aligned(at + bytes);
+    if (at >= kMostSpanBytes) return 0;
+  }
+  return at / kSpanUnit;
+}
+
+bool SpanLayout::locate(const std::byte* span, uint64_t units, const AxisLengths& lengths,
+                        std::span<SpanPiece> pieces) const {
+  const uint64_t end = units * kSpanUnit;
+  uint64_t at = kSpanUnit;
+  for (size_t i = 0; i < fields_.size(); ++i) {
+    const uint64_t items = fields_[i].items(lengths);
+    uint64_t bytes = 0;
+    if (i < arrays_) {
+      if (__builtin_mul_overflow(items, fields_[i].item_bytes, &bytes)) return false;
+    } else {
+      bytes = 4 * (items + 1);
+      if (at > end || bytes > end - at) return false;
+      uint32_t text = 0;
+      std::memcpy(&text, span + at + 4 * items, sizeof text);
+      bytes += text;
+    }
+    if (at > end || bytes > end - at) return false;
+    pieces[i] = {at, bytes};
+    at = aligned(at + bytes);
+  }
+  return true;
+}
+
+}  // namespace geartrain

@@ -1,0 +1,1209 @@
+#include "store/tasks.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <functional>
+
+#include "base/clock.h"
+#include "base/errors.h"
+#include "base/futex.h"
+#include "store/client_lock.h"
+
+namespace geartrain {
+namespace {
+
+constexpr size_t kRowsAHold = 64;
+constexpr uint8_t kDeathsAllowed = 3;
+constexpr uint32_t kFilled = 1;   // SpanHead::mark; of others the client that fills it, from bit 8 on
+constexpr uint8_t kRewrites = 1;  // SpanHead::reserved: it is counted among its writer's claims until it is filled
+constexpr double kLookForDeadS = 0.25;
+
+constexpr uint32_t filled_by(uint32_t slot) {
+  return slot << 8;
+}
+
+}  // namespace
+
+// A walk along the spans of a word: whoever damaged the segment may have made it a circle.
+struct Tasks::Chain {
+  Chain(const Tasks& of, uint64_t first) : tasks(of), at(first), turtle(first) {}
+  explicit operator bool() const { return at != 0; }
+  SpanHead& head() const { return tasks.head(at); }
+  void next() {
+    at = head().next.load(kRelaxed);
+    if (at != 0 && at == turtle) tasks.store_.fail_damaged("the spans of a row are a circle through unit", at);
+    if (++steps == limit) {
+      turtle = at;
+      steps = 0;
+      limit *= 2;
+    }
+  }
+  const Tasks& tasks;
+  uint64_t at, turtle, steps = 0, limit = 2;
+};
+
+Tasks::Woken::~Woken() {
+  for (uint64_t left = numbers_; left != 0; left &= left - 1) {
+    const TaskFigures& figures = tasks_.figures(static_cast<uint32_t>(std::countr_zero(left)) + 1);
+    if (figures.waiting.load(std::memory_order_seq_cst) != 0) futex_wake(figures.changes);
+  }
+  if (space_) {
+    tasks_.table_->space_changes.fetch_add(1, std::memory_order_seq_cst);
+    if (tasks_.table_->space_waiting.load(std::memory_order_seq_cst) != 0) futex_wake(tasks_.table_->space_changes);
+  }
+}
+
+Tasks::Tasks(Store& store, std::shared_ptr<const TaskTable> checked, TaskTable* table, std::byte* spans,
+             std::atomic<uint64_t>* words, std::atomic<uint64_t>* due)
+    : store_(store),
+      described_(std::move(checked)),
+      table_(table),
+      words_(words),
+      due_(due),
+      due_stride_((store.header().capacity + 63) / 64),
+      count_(described_->task_count),
+      heap_(&table->index, spans, described_->span_units) {
+  for (uint32_t task = 1; task < count_; ++task) latest_first_.push_back(task);
+  std::stable_sort(latest_first_.begin(), latest_first_.end(), [&](uint32_t one, uint32_t other) {
+    return std::popcount(record(one).after) > std::popcount(record(other).after);
+  });
+  const std::vector<FieldRecord> fields(store.fields(), store.fields() + store.header().field_count);
+  for (uint32_t task = 0; task <= count_; ++task) layouts_.emplace_back(fields, task);
+}
+
+// --- words and bits -------------------------------------------------------------------------------------------
+
+bool Tasks::due_bit(uint32_t task, uint32_t row) const {
+  return (due_words(task)[row / 64].load(kRelaxed) >> (row % 64) & 1) != 0;
+}
+
+void Tasks::set_due(uint32_t task, uint32_t row, Woken& woken) {
+  std::atomic<uint64_t>& word = due_words(task)[row / 64];
+  const uint64_t old = word.load(kRelaxed), bit = uint64_t{1} << (row % 64);
+  if ((old & bit) != 0) return;
+  word.store(old | bit, kRelaxed);
+  TaskFigures& its = figures(task);
+  its.due.fetch_add(1, kRelaxed);
+  its.changes.fetch_add(1, std::memory_order_seq_cst);
+  woken.task(task);
+}
+
+void Tasks::clear_due(uint32_t task, uint32_t row) {
+  std::atomic<uint64_t>& word = due_words(task)[row / 64];
+  const uint64_t old = word.load(kRelaxed), bit = uint64_t{1} << (row % 64);
+  if ((old & bit) == 0) return;
+  word.store(old & ~bit, kRelaxed);
+  figures(task).due.fetch_sub(1, kRelaxed);
+}
+
+uint64_t Tasks::done_mask(uint32_t row) const {
+  uint64_t done = 0;
+  for (uint32_t task = 1; task <= count_; ++task) {
+    if (word(row, task).state == TaskState::done) done |= uint64_t{1} << (task - 1);
+  }
+  return done;
+}
+
+bool Tasks::is_ready(uint32_t row, uint32_t task) const {
+  return word(row, task).state == TaskState::not_done && (record(task).after & ~done_mask(row)) == 0;
+}
+
+void Tasks::set_word(uint32_t row, uint32_t task, const TaskWord& word) const {
+  words(row)[task].store(word.packed(), std::memory_order_release);
+}
+
+SpanHead& Tasks::head(uint64_t span) const {
+  SpanHead* const found = heap_.head(span);
+  if (found == nullptr || span == 0) store_.fail_damaged("a row's task leads to unit", span);
+  return *found;
+}
+
+uint64_t Tasks::sequence(uint32_t row) const {
+  return store_.status()[row].sequence.load(kRelaxed);
+}
+
+bool Tasks::under_way(uint32_t row) const {
+  return store_.status()[row].state == RowState::under_way;
+}
+
+bool Tasks::has_key(uint32_t row, uint32_t generation) const {
+  if (row >= store_.header().capacity) return false;
+  const uint32_t now = generation_of(store_.words()[row].load(std::memory_order_acquire));
+  if (now == generation) return (now & 1) != 0;
+  return (now & 1) == 0 && now + 1 == generation &&
+         std::atomic_ref<const RowState>(store_.status()[row].state).load(kRelaxed) == RowState::under_way;
+}
+
+uint64_t Tasks::filled(const TaskWord& word) const {
+  if (word.state == TaskState::not_done || word.state == TaskState::taken) return 0;
+  uint64_t at = word.span;
+  for (uint32_t steps = 0; at != 0 && steps < 2 * kMaxClients; ++steps) {  // of those that rewrite it
+    const SpanHead* const found = heap_.head(at);
+    if (found == nullptr) return 0;
+    if (found->mark.load(std::memory_order_acquire) == kFilled) return at;
+    at = found->next.load(kRelaxed);
+  }
+  return 0;
+}
+
+bool Tasks::lengths(uint32_t row, uint32_t generation, AxisLengths* out) const {
+  if (!has_key(row, generation)) return false;
+  out->fill(0);
+  for (uint32_t axis = 0; axis < described_->axis_count; ++axis) {
+    const uint32_t owner = described_->axes[axis].owner;
+    const uint64_t before = words(row)[owner].load(std::memory_order_acquire);
+    const TaskWord word = TaskWord::of(before);
+    if (word.state != TaskState::done) continue;
+    const uint64_t span = filled(word);
+    const SpanHead* const found = span == 0 ? nullptr : heap_.head(span);
+    if (found != nullptr) (*out)[axis] = found->lengths[axis].load(kRelaxed);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (found == nullptr || words(row)[owner].load(kRelaxed) != before) return false;
+  }
+  return has_key(row, generation);
+}
+
+void Tasks::locked_lengths(uint32_t row, AxisLengths* out) const {
+  out->fill(0);
+  for (uint32_t axis = 0; axis < described_->axis_count; ++axis) {
+    const TaskWord its = word(row, described_->axes[axis].owner);
+    const uint64_t span = its.state == TaskState::done ? filled(its) : 0;
+    if (span != 0) (*out)[axis] = head(span).lengths[axis].load(kRelaxed);
+  }
+}
+
+// --- spans ----------------------------------------------------------------------------------------------------
+
+uint64_t Tasks::take_span(uint32_t task, const TaskRow& from, uint8_t axis, bool rewrites) {
+  const uint32_t row = from.row;
+  const uint64_t span = heap_.take(from.units);
+  if (span == 0) return 0;
+  SpanHead& made = head(span);
+  TaskWord its = word(row, task);
+  made.mark.store(filled_by(store_.client_slot_.load(kRelaxed)), kRelaxed);
+  made.next.store(its.span, kRelaxed);
+  made.item = from.item;
+  for (uint32_t i = 0; i < kMaxAxes; ++i) made.lengths[i].store(from.lengths[i], kRelaxed);
+  made.row = row;
+  made.task = static_cast<uint16_t>(task);
+  made.axis = axis;
+  made.reserved = rewrites ? kRewrites : 0;
+  its.span = span;
+  set_word(row, task, its);
+  // A reader that still copies what was freed must see that its row or task has changed before any of the bytes that
+  // the caller writes next.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return span;
+}
+
+template <typename Lost>
+uint64_t Tasks::sift(uint32_t row, uint32_t task, TaskWord word, uint64_t first, Lost&& lost, Woken& woken) {
+  uint64_t kept_first = first, kept_last = first;
+  std::vector<uint64_t> gone;
+  for (Chain at(*this, word.span); at;) {
+    const uint64_t span = at.at;
+    const SpanHead& its = at.head();
+    if (its.row != row || its.task != task) store_.fail_damaged("a row's task leads to another row's unit", span);
+    at.next();
+    if (span == first) continue;
+    if (lost(its)) {
+      gone.push_back(span);
+      continue;
+    }
+    if (kept_last == 0) {
+      kept_first = span;
+    } else {
+      head(kept_last).next.store(span, kRelaxed);
+    }
+    kept_last = span;
+  }
+  if (kept_last != 0) head(kept_last).next.store(0, kRelaxed);
+  word.span = kept_first;
+  set_word(row, task, word);
+  std::atomic_signal_fence(std::memory_order_release);  // a span that a word leads to is never free
+  for (const uint64_t span : gone) heap_.give(span);
+  if (!gone.empty()) woken.space();
+  return kept_first;
+}
+
+bool Tasks::has_unfilled(uint32_t row) const {
+  for (uint32_t task = 0; task <= count_; ++task) {
+    const TaskWord its = word(row, task);
+    if (its.state == TaskState::taken) continue;
+    for (Chain at(*this, its.span); at; at.next()) {
+      if (at.head().mark.load(kRelaxed) != kFilled) return true;
+    }
+  }
+  return false;
+}
+
+// --- inserts --------------------------------------------------------------------------------------------------
+
+bool Tasks::begin_insert(std::span<TaskRow> rows) {
+  store_.ensure_client();
+  uint64_t units = 0;
+  for (const TaskRow& each : rows) units += each.units;
+  if (rows.size() > store_.header().capacity) {
+    fail(ErrorKind::full, rows.size(), " rows are inserted together, and the store has room for ",
+         store_.header().capacity);
+  }
+  if (units >= heap_.units()) {
+    fail(ErrorKind::no_space, "rows of ", units * kSpanUnit, " bytes are inserted together, and the store has ",
+         heap_.units() * kSpanUnit, " bytes of spans; create it with a larger span_bytes");
+  }
+  if (rows.empty()) return true;
+  Woken woken(*this);
+  Store::Guard guard(store_);
+  Control& c = store_.control();
+  store_.release_abandoned_locked();
+  if (c.free_count < rows.size()) store_.reap_locked();
+  if (c.free_count < rows.size() || oldest_waiter() != UINT64_MAX) return false;
+  std::vector<uint32_t> taken(rows.size());
+  take_rows(taken);
+  store_.hold(taken, store_.client_slot_);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    rows[i].row = taken[i];
+    rows[i].span = 0;
+    if (rows[i].units == 0) continue;
+    rows[i].span = take_span(0, rows[i], 0, false);
+    if (rows[i].span != 0) continue;
+    for (size_t back = 0; back < rows.size(); ++back) {
+      const uint32_t row = taken[back];
+      sift(row, 0, word(row, 0), 0, [](const SpanHead&) { return true; }, woken);
+      store_.unhold(row);
+      store_.put_free_row(row);
+    }
+    return false;
+  }
+  return true;
+}
+
+void Tasks::finish_insert(std::span<const TaskRow> rows, const CommitValues& values, std::span<uint32_t> generations) {
+  store_.ensure_client();
+  store_.check_values(rows.size(), values);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // streaming stores of the bytes come before the words
+  for (size_t at = 0; at < rows.size(); at += kRowsAHold) {
+    const std::span<const TaskRow> some = rows.subspan(at, std::min(kRowsAHold, rows.size() - at));
+    Woken woken(*this);
+    Store::Guard guard(store_);
+    Store::Sums sums(store_);
+    std::vector<uint32_t> numbers;
+    for (const TaskRow& each : some) numbers.push_back(each.row);
+    store_.check_held(numbers);
+    const uint64_t now_ns = store_.commit_time(), first = store_.next_sequence();
+    const uint32_t fresh = store_.new_priority();
+    store_.set_next_sequence(first + some.size());
+    std::atomic_signal_fence(std::memory_order_release);
+    for (size_t i = 0; i < some.size(); ++i) {
+      const uint32_t row = some[i].row;
+      store_.write_values(row, at + i, values, fresh, first + i, now_ns);
+      if (some[i].span != 0) head(some[i].span).mark.store(kFilled, std::memory_order_release);
+      set_word(row, 0, {.state = TaskState::done, .span = some[i].span});
+      for (uint32_t task = 1; task <= count_; ++task) words(row)[task].store(0, kRelaxed);
+      store_.unhold(row);
+      // The row is there with this one store.
+      std::atomic_ref(store_.status()[row].state).store(RowState::under_way, std::memory_order_release);
+      generations[at + i] = generation_of(store_.words()[row].load(kRelaxed)) + 1;
+      store_.link_order({&row, 1});
+      table_->under_way.fetch_add(1, kRelaxed);
+      for (uint32_t task = 1; task <= count_; ++task) {
+        figures(task).remaining.fetch_add(1, kRelaxed);
+        if (record(task).after == 0 && task != last()) set_due(task, row, woken);
+      }
+      if (count_ == 0 || record(last()).after == 0) promote(row, sums);
+    }
+    geartrain::count(store_.control().counters.inserted, some.size());
+  }
+  announce(store_.control().limiter);
+}
+
+void Tasks::abandon_insert(std::span<const TaskRow> rows) {
+  store_.ensure_client();
+  Woken woken(*this);
+  Store::Guard guard(store_);
+  for (const TaskRow& each : rows) {
+    if (each.row == kNoRow) continue;
+    store_.check_held({&each.row, 1});
+    sift(each.row, 0, word(each.row, 0), 0, [](const SpanHead&) { return true; }, woken);
+    store_.unhold(each.row);
+    store_.put_free_row(each.row);
+  }
+  geartrain::count(store_.control().counters.abandoned, rows.size());
+}
+
+void Tasks::take_rows(std::span<uint32_t> rows) {
+  Control& c = store_.control();
+  std::atomic<uint64_t>* const free = due_words(0);
+  const uint64_t capacity = store_.header().capacity;
+  uint64_t from = table_->next_row % capacity;
+  for (uint32_t& taken : rows) {
+    uint64_t found = capacity;
+    // The word that the search begins in is looked at twice: from its place on, and at the end before it.
+    for (uint64_t i = 0; i <= due_stride_ && found == capacity; ++i) {
+      const uint64_t at = (from / 64 + i) % due_stride_;
+      uint64_t bits = free[at].load(kRelaxed);
+      if (i == 0) bits &= ~uint64_t{0} << (from % 64);
+      if (bits != 0) found = at * 64 + static_cast<uint64_t>(std::countr_zero(bits));
+    }
+    if (found >= capacity) store_.fail_damaged("fewer rows are free than the count says:", c.free_count);
+    taken = static_cast<uint32_t>(found);
+    RowStatus& s = store_.status()[taken];
+    if (s.state != RowState::free) store_.fail_damaged("the free rows lead to row", taken);
+    free[found / 64].store(free[found / 64].load(kRelaxed) & ~(uint64_t{1} << (found % 64)), kRelaxed);
+    (s.previous == kNoRow ? c.free_head : store_.status()[s.previous].next) = s.next;
+    (s.next == kNoRow ? c.free_tail : store_.status()[s.next].previous) = s.previous;
+    --c.free_count;
+    from = (found + 1) % capacity;
+  }
+  table_->next_row = static_cast<uint32_t>(from);
+}
+
+std::string Tasks::occupancy() {
+  const Control& c = store_.control();
+  std::string text =
+      message_of({"of ", store_.header().capacity, " rows ", table_->under_way.load(kRelaxed), " are under way, ",
+                  store_.committed_count(), " finished, ", c.exhausted_count, " read for the last time and ",
+                  c.writing_count, " being inserted; of ", heap_.units() * kSpanUnit, " bytes of spans ",
+                  heap_.free_units() * kSpanUnit, " are free"});
+  for (uint32_t task = 1; task < count_; ++task) {
+    text += message_of(
+        {"; task '", record(task).name, "' has ", figures(task).due, " due and ", figures(task).claimed, " claimed"});
+  }
+  return text;
+}
+
+// --- claims ---------------------------------------------------------------------------------------------------
+
+void Tasks::check_task(uint32_t task, const char* what) const {
+  if (task == 0 || task > count_) fail(ErrorKind::schema, "no task number ", task);
+  if (task == last()) {
+    fail(ErrorKind::schema, "the last task '", record(task).name, "' is a replay's: its rows are drawn, not ", what);
+  }
+}
+
+std::vector<ClaimedRow> Tasks::claim(uint32_t task, const Asked& asked) {
+  store_.ensure_client();
+  check_task(task, "claimed");
+  if (asked.axis > described_->axis_count) fail(ErrorKind::schema, "no axis number ", asked.axis);
+  std::vector<ClaimedRow> claimed;
+  if (figures(task).due.load(kRelaxed) == 0) return claimed;
+  uint64_t items = 0;
+  const uint64_t capacity = store_.header().capacity;
+  bool more = true;
+  while (more && claimed.size() < asked.most) {
+    Store::Guard guard(store_);
+    const uint32_t slot = store_.client_slot_.load(kRelaxed);
+    const uint64_t from = table_->next_row % capacity;
+    size_t here = 0;
+    more = false;
+    for (uint64_t i = 0; i <= due_stride_ && !more; ++i) {
+      const uint64_t at = (from / 64 + i) % due_stride_;
+      uint64_t bits = due_words(task)[at].load(kRelaxed);
+      const uint64_t behind = ~uint64_t{0} << (from % 64);
+      if (i == 0) bits &= behind;
+      if (i == due_stride_) bits &= ~behind;
+      for (; bits != 0; bits &= bits - 1) {
+        const uint64_t row = at * 64 + static_cast<uint64_t>(std::countr_zero(bits));
+        if (row >= capacity) store_.fail_damaged("the due rows lead to row", row);
+        if (claimed.size() == asked.most) return claimed;
+        if (here == kRowsAHold) {
+          more = true;
+          break;
+        }
+        if (asked.max_items != 0) {
+          AxisLengths lengths;
+          locked_lengths(static_cast<uint32_t>(row), &lengths);
+          const uint64_t its = lengths[asked.axis - 1];
+          if (!claimed.empty() && items + its > asked.max_items) return claimed;
+          items += its;
+        }
+        const auto number = static_cast<uint32_t>(row);
+        TaskWord word = this->word(number, task);
+        if (word.state != TaskState::not_done) store_.fail_damaged("a task is due that is not open, of row", row);
+        clear_due(task, number);
+        word.state = TaskState::claimed;
+        word.slot = static_cast<uint8_t>(slot);
+        word.claim = static_cast<uint16_t>((word.claim + 1) % kClaimNumbers);
+        // Counted first: a claim that is not counted would not be looked for after this process's death.
+        ++table_->claims[slot];
+        set_word(number, task, word);
+        figures(task).claimed.fetch_add(1, kRelaxed);
+        const uint32_t generation = generation_of(store_.words()[row].load(kRelaxed)) | 1;
+        claimed.push_back({number, generation, word.claim});
+        ++here;
+      }
+    }
+  }
+  return claimed;
+}
+
+bool Tasks::holds_claim(uint32_t task, const ClaimedRow& row) const {
+  if (!has_key(row.row, row.generation)) return false;
+  const TaskWord its = word(row.row, task);
+  return its.state == TaskState::claimed && its.slot == store_.client_slot_.load(kRelaxed) && its.claim == row.claim;
+}
+
+bool Tasks::owns(uint32_t task, const ClaimedRow& row) const {
+  return holds_claim(task, row);
+}
+
+void Tasks::no_claim(TaskWord& word, uint32_t task) {
+  figures(task).claimed.fetch_sub(1, kRelaxed);
+  if (table_->claims[word.slot] != 0) --table_->claims[word.slot];
+  word.slot = 0;
+}
+
+// A claimed row becomes due again. Spans that another thread is filling stay until it has noticed.
+void Tasks::unclaim(uint32_t row, uint32_t task, bool died, Woken& woken) {
+  TaskWord its = word(row, task);
+  const uint32_t slot = its.slot;
+  no_claim(its, task);
+  const bool keep = (record(task).flags & kKeepPartial) != 0;
+  its.state = TaskState::not_done;
+  if (died && its.deaths < kMaxDeaths) ++its.deaths;
+  const auto lost = [&](const SpanHead& head) {
+    const uint32_t mark = head.mark.load(kRelaxed);
+    return mark == kFilled ? !keep || head.axis == 0 : died && mark == filled_by(slot);
+  };
+  sift(row, task, its, 0, lost, woken);
+  if (died) {
+    figures(task).deaths.fetch_add(1, kRelaxed);
+    if (its.deaths >= kDeathsAllowed && !rebuilding_) {
+      table_->given_up.fetch_add(1, kRelaxed);
+      drop_row(row, woken);
+      return;
+    }
+  } else {
+    figures(task).released.fetch_add(1, kRelaxed);
+  }
+  if (is_ready(row, task)) set_due(task, row, woken);
+}
+
+size_t Tasks::release(uint32_t task, std::span<const ClaimedRow> rows) {
+  store_.ensure_client();
+  check_task(task, "released");
+  size_t lost = 0;
+  for (size_t at = 0; at < rows.size(); at += kRowsAHold) {
+    Woken woken(*this);
+    Store::Guard guard(store_);
+    for (const ClaimedRow& each : rows.subspan(at, std::min(kRowsAHold, rows.size() - at))) {
+      if (!holds_claim(task, each)) {
+        ++lost;
+        continue;
+      }
+      unclaim(each.row, task, false, woken);
+    }
+  }
+  return lost;
+}
+
+size_t Tasks::drop(uint32_t task, std::span<const ClaimedRow> rows) {
+  store_.ensure_client();
+  check_task(task, "dropped");
+  size_t lost = 0;
+  for (size_t at = 0; at < rows.size(); at += kRowsAHold) {
+    Woken woken(*this);
+    Store::Guard guard(store_);
+    for (const ClaimedRow& each : rows.subspan(at, std::min(kRowsAHold, rows.size() - at))) {
+      if (!holds_claim(task, each)) {
+        ++lost;
+        continue;
+      }
+      drop_row(each.row, woken);
+      table_->dropped.fetch_add(1, kRelaxed);
+    }
+  }
+  return lost;
+}
+
+bool Tasks::drop_locked(uint32_t row, uint32_t generation) {
+  if (!under_way(row) || generation_of(store_.words()[row].load(kRelaxed)) + 1 != generation) return false;
+  Woken woken(*this);
+  drop_row(row, woken);
+  table_->dropped.fetch_add(1, kRelaxed);
+  return true;
+}
+
+// A row under way, which nobody sees any more from the first store on.
+void Tasks::drop_row(uint32_t row, Woken& woken) {
+  const TaskWord insert = word(row, 0);
+  set_word(row, 0, {.state = TaskState::not_done, .span = insert.span});
+  for (uint32_t task = 1; task <= count_; ++task) {
+    TaskWord its = word(row, task);
+    if (its.state == TaskState::claimed) {
+      no_claim(its, task);
+      its.state = TaskState::not_done;
+      set_word(row, task, its);
+    }
+    if (its.state == TaskState::done) {
+      set_word(row, task, {.state = TaskState::not_done, .claim = its.claim, .span = its.span});
+    } else {
+      not_remaining(task, woken);
+    }
+    clear_due(task, row);
+  }
+  store_.unlink_order(row);
+  table_->under_way.fetch_sub(1, kRelaxed);
+  std::atomic<uint64_t>& main = store_.words()[row];
+  main.store(make_word(generation_of(main.load(kRelaxed)) + 2, 0), std::memory_order_release);
+  woken.space();
+  store_.put_free_row(row);
+}
+
+void Tasks::not_remaining(uint32_t task, Woken& woken) {
+  TaskFigures& its = figures(task);
+  if (its.remaining.fetch_sub(1, kRelaxed) != 1 || table_->finished.load(kRelaxed) == 0) return;
+  its.changes.fetch_add(1, std::memory_order_seq_cst);
+  woken.task(task);
+}
+
+bool Tasks::freed(uint32_t row) {
+  if (rebuilding_) {
+    for (uint32_t task = 0; task <= count_; ++task) words(row)[task].store(0, kRelaxed);
+    return true;
+  }
+  Woken woken(*this);
+  const RowState was = store_.status()[row].state;
+  if (count_ != 0 && (was == RowState::committed || was == RowState::exhausted)) not_remaining(last(), woken);
+  uint32_t writer = kNoClient;
+  for (uint32_t task = 0; task <= count_; ++task) {
+    const TaskWord its = word(row, task);
+    const uint64_t chain = its.state == TaskState::taken ? 0 : its.span;
+    const auto lost = [](const SpanHead& head) { return head.mark.load(kRelaxed) == kFilled; };
+    const uint64_t left = sift(row, task, {.span = chain}, 0, lost, woken);
+    if (left != 0) writer = head(left).mark.load(kRelaxed) >> 8;
+  }
+  woken.space();
+  if (writer == kNoClient) {
+    std::atomic<uint64_t>& free = due_words(0)[row / 64];
+    free.store(free.load(kRelaxed) | uint64_t{1} << (row % 64), kRelaxed);
+    return true;
+  }
+  // Somebody fills a span of it, and finds out with the call that would finish it: until then the row is theirs.
+  store_.hold(row, writer, RowState::writing);
+  return false;
+}
+
+// --- writing --------------------------------------------------------------------------------------------------
+
+size_t Tasks::begin(Write write, uint32_t task, std::span<TaskRow> rows, uint8_t axis) {
+  store_.ensure_client();
+  check_task(task, "written");
+  if (write == Write::rewrite && (record(task).flags & kRewritable) == 0) {
+    fail(ErrorKind::schema, "the task '", record(task).name, "' is not rewritable");
+  }
+  size_t begun = 0;
+  while (begun < rows.size()) {
+    Store::Guard guard(store_);
+    const uint64_t waiter = oldest_waiter();
+    for (const size_t end = std::min(rows.size(), begun + kRowsAHold); begun < end; ++begun) {
+      TaskRow& each = rows[begun];
+      each.span = 0;
+      const bool open = write == Write::rewrite
+                            ? has_key(each.row, each.generation) && word(each.row, task).state == TaskState::done
+                            : holds_claim(task, {each.row, each.generation, each.claim});
+      each.skipped = !open;
+      if ((each.units == 0) != layouts_[task].empty()) {
+        fail(ErrorKind::schema, "the task '", record(task).name, "' writes its fields, all together");
+      }
+      if (!open || each.units == 0) continue;
+      AxisLengths known;
+      locked_lengths(each.row, &known);
+      for (const SpanField& field : layouts_[task].fields()) {
+        if (field.axis == 0 || (write == Write::append && field.axis != axis)) continue;
+        const AxisRecord& its = described_->axes[field.axis - 1];
+        const bool sets = its.owner == task && write != Write::rewrite;  // others have written by these lengths since
+        if (!sets && known[field.axis - 1] != each.lengths[field.axis - 1]) {
+          fail(ErrorKind::schema, "row ", each.row, " has ", known[field.axis - 1], " ", its.name, ", field '",
+               store_.fields()[field.field].name, "' was given with ", each.lengths[field.axis - 1]);
+        }
+      }
+      if (each.units >= heap_.units()) {
+        fail(ErrorKind::no_space, "a row of ", each.units * kSpanUnit, " bytes is written, and the store has ",
+             heap_.units() * kSpanUnit, " bytes of spans; create it with a larger span_bytes");
+      }
+      if (waiter < sequence(each.row)) return begun;
+      const bool rewrites = write == Write::rewrite;
+      each.span = take_span(task, each, axis, rewrites);
+      if (each.span == 0) return begun;
+      if (rewrites) ++table_->claims[store_.client_slot_.load(kRelaxed)];
+    }
+    end_wait();
+  }
+  return begun;
+}
+
+void Tasks::finish(Write write, uint32_t task, std::span<TaskRow> rows) {
+  store_.ensure_client();
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // streaming stores of the bytes come before the words
+  for (size_t at = 0; at < rows.size(); at += kRowsAHold) {
+    Woken woken(*this);
+    Store::Guard guard(store_);
+    Store::Sums sums(store_);
+    for (TaskRow& each : rows.subspan(at, std::min(kRowsAHold, rows.size() - at))) {
+      if (each.skipped) continue;
+      const bool open = write == Write::rewrite
+                            ? has_key(each.row, each.generation) && word(each.row, task).state == TaskState::done
+                            : holds_claim(task, {each.row, each.generation, each.claim});
+      if (write == Write::rewrite && each.span != 0) --table_->claims[store_.client_slot_.load(kRelaxed)];
+      if (!open) {
+        each.skipped = true;
+        discard(each, task, woken);
+        continue;
+      }
+      TaskWord its = word(each.row, task);
+      if (write == Write::append) {
+        head(each.span).mark.store(kFilled, std::memory_order_release);
+        its.deaths = 0;
+        set_word(each.row, task, its);
+        continue;
+      }
+      if (write == Write::rewrite && is_behind_a_filled_one(its.span, each.span)) {
+        discard(each, task, woken);  // by what was begun later and is there already
+        continue;
+      }
+      if (each.span != 0) {
+        bring_to_front(each.row, task, each.span);
+        head(each.span).mark.store(kFilled, std::memory_order_release);
+      }
+      if (write == Write::put) no_claim(its, task);
+      // The task is done with this one store. What else hangs on the chain is cut off after it.
+      its.state = TaskState::done;
+      its.deaths = 0;
+      its.claim = static_cast<uint16_t>((its.claim + (write == Write::rewrite ? 1 : 0)) % kClaimNumbers);
+      if (each.span != 0) its.span = each.span;
+      set_word(each.row, task, its);
+      const auto lost = [](const SpanHead& one) { return one.mark.load(kRelaxed) == kFilled; };
+      sift(each.row, task, its, each.span, lost, woken);
+      if (write == Write::put) task_done(each.row, task, sums, woken);
+    }
+  }
+}
+
+// Links a span of a word's chain in front of the others, where readers find it.
+void Tasks::bring_to_front(uint32_t row, uint32_t task, uint64_t span) {
+  TaskWord its = word(row, task);
+  if (its.span == span) return;
+  for (Chain at(*this, its.span); at; at.next()) {
+    SpanHead& one = at.head();
+    if (one.next.load(kRelaxed) != span) continue;
+    one.next.store(head(span).next.load(kRelaxed), kRelaxed);
+    head(span).next.store(its.span, kRelaxed);
+    its.span = span;
+    set_word(row, task, its);
+    return;
+  }
+  store_.fail_damaged("a span is not its row's any more, unit", span);
+}
+
+// Whether a span that is about to be filled was begun before one that is.
+bool Tasks::is_behind_a_filled_one(uint64_t chain, uint64_t span) const {
+  for (Chain at(*this, chain); at && at.at != span; at.next()) {
+    if (at.head().mark.load(kRelaxed) == kFilled) return true;
+  }
+  return false;
+}
+
+// Frees the span of a write that came too late; and its row, where that waited for it alone.
+void Tasks::discard(const TaskRow& each, uint32_t task, Woken& woken) {
+  if (each.span == 0) return;
+  const RowStatus& s = store_.status()[each.row];
+  TaskWord its = word(each.row, task);
+  const uint64_t mine = each.span;
+  bool found = false;
+  for (Chain at(*this, its.span); at; at.next()) found |= at.at == mine;
+  if (!found) store_.fail_damaged("a span is not its row's any more, unit", mine);
+  sift(each.row, task, its, 0, [&](const SpanHead& one) { return &one == heap_.head(mine); }, woken);
+  const bool waited = s.state == RowState::writing && word(each.row, 0).state == TaskState::not_done;
+  if (!waited || s.owner != store_.client_slot_.load(kRelaxed)) return;
+  store_.unhold(each.row);
+  store_.put_free_row(each.row);  // or it is somebody else's, who fills another span
+}
+
+void Tasks::abandon(Write write, uint32_t task, std::span<const TaskRow> rows) {
+  store_.ensure_client();
+  for (size_t at = 0; at < rows.size(); at += kRowsAHold) {
+    Woken woken(*this);
+    Store::Guard guard(store_);
+    for (const TaskRow& each : rows.subspan(at, std::min(kRowsAHold, rows.size() - at))) {
+      if (each.skipped || each.span == 0) continue;
+      if (write == Write::rewrite) --table_->claims[store_.client_slot_.load(kRelaxed)];
+      discard(each, task, woken);
+    }
+    end_wait();
+  }
+}
+
+void Tasks::task_done(uint32_t row, uint32_t task, Store::Sums& sums, Woken& woken) {
+  figures(task).done.fetch_add(1, kRelaxed);
+  not_remaining(task, woken);
+  const uint64_t done = done_mask(row);
+  for (uint32_t other = 1; other <= count_; ++other) {
+    if ((record(other).after >> (task - 1) & 1) == 0 || (record(other).after & ~done) != 0) continue;
+    if (other == last()) {
+      promote(row, sums);
+      announce(store_.control().limiter);
+    } else if (word(row, other).state == TaskState::not_done) {
+      set_due(other, row, woken);
+    }
+  }
+}
+
+// The row is committed: all of its tasks are done but the last one.
+void Tasks::promote(uint32_t row, Store::Sums& sums) {
+  table_->under_way.fetch_sub(1, kRelaxed);
+  store_.make_selectable(sums, row, std::atomic_ref<uint32_t>(store_.status()[row].heap_slot).load(kRelaxed));
+  store_.status()[row].state = RowState::committed;
+  sums.settle();
+  store_.control().committed_count.store(store_.committed_count() + 1, std::memory_order_release);
+}
+
+std::vector<ChainPart> Tasks::chain(uint32_t task, const ClaimedRow& row) {
+  store_.ensure_client();
+  check_task(task, "read");
+  Store::Guard guard(store_);
+  if (!holds_claim(task, row)) {
+    fail(ErrorKind::stale_claim, "row ", row.row, " is not claimed for '", record(task).name, "' by this any more");
+  }
+  std::vector<ChainPart> parts;
+  for (Chain at(*this, word(row.row, task).span); at; at.next()) {
+    const SpanHead& its = at.head();
+    if (its.mark.load(kRelaxed) != kFilled) continue;
+    ChainPart part{at.at, its.size.load(kRelaxed) & kSpanUnits, its.item, its.axis, {}};
+    for (uint32_t i = 0; i < kMaxAxes; ++i) part.lengths[i] = its.lengths[i].load(kRelaxed);
+    parts.push_back(part);
+  }
+  std::reverse(parts.begin(), parts.end());
+  return parts;
+}
+
+// --- room -----------------------------------------------------------------------------------------------------
+
+// The sequence of the oldest row that waits for room: what it needs is not taken by newer ones.
+uint64_t Tasks::oldest_waiter() const {
+  uint64_t oldest = UINT64_MAX;
+  for (const SpaceWaiter& other : table_->waiters) {
+    const uint64_t place = other.place.load(kRelaxed);
+    if (place != 0 && store_.client(other.slot).in_use != 0) oldest = std::min(oldest, place - 1);
+  }
+  return oldest;
+}
+
+void Tasks::register_waiter(uint64_t sequence) {
+  const uint32_t slot = store_.client_slot_.load(kRelaxed);
+  const auto thread = static_cast<uint32_t>(::gettid());
+  SpaceWaiter* room = nullptr;
+  for (SpaceWaiter& each : table_->waiters) {
+    const bool taken = each.place.load(kRelaxed) != 0 && store_.client(each.slot).in_use != 0;
+    if (taken && each.slot == slot && each.thread == thread) {
+      room = &each;
+      break;
+    }
+    if (!taken && room == nullptr) room = &each;
+  }
+  if (room == nullptr) return;  // so many wait that this one is not missed
+  room->slot = slot;
+  room->thread = thread;
+  room->place.store(sequence + 1, kRelaxed);
+}
+
+void Tasks::end_wait() {
+  const uint32_t slot = store_.client_slot_.load(kRelaxed);
+  const auto thread = static_cast<uint32_t>(::gettid());
+  for (SpaceWaiter& each : table_->waiters) {
+    if (each.place.load(kRelaxed) != 0 && each.slot == slot && each.thread == thread) each.place.store(0, kRelaxed);
+  }
+}
+
+void Tasks::stop_waiting() {
+  store_.ensure_client();
+  Woken woken(*this);
+  Store::Guard guard(store_);
+  end_wait();
+  woken.space();
+}
+
+void Tasks::set_back(uint32_t row, Woken& woken) {
+  for (const uint32_t task : latest_first_) {
+    TaskWord its = word(row, task);
+    clear_due(task, row);
+    if (its.state == TaskState::claimed) no_claim(its, task);
+    if (its.state == TaskState::done) {
+      figures(task).remaining.fetch_add(1, kRelaxed);
+      figures(task).set_back.fetch_add(1, kRelaxed);
+    }
+    const uint64_t chain = its.span;
+    its = {.claim = static_cast<uint16_t>((its.claim + 1) % kClaimNumbers), .span = chain};
+    sift(row, task, its, 0, [](const SpanHead&) { return true; }, woken);
+  }
+  for (const uint32_t task : latest_first_) {
+    if (record(task).after == 0) set_due(task, row, woken);
+  }
+  table_->set_back.fetch_add(1, kRelaxed);
+}
+
+bool Tasks::set_back_one(uint64_t newer_than, Woken& woken) {
+  uint64_t walked = 0;
+  for (uint32_t row = store_.control().order_tail; row != kNoRow; row = store_.status()[row].previous) {
+    if (walked++ == store_.header().capacity) store_.fail_damaged("the order list is a circle through row", row);
+    if (sequence(row) <= newer_than) return false;
+    if (!under_way(row) || has_unfilled(row)) continue;
+    bool spans = false, claimed = false;
+    for (uint32_t task = 1; task <= count_; ++task) {
+      const TaskWord its = word(row, task);
+      claimed |= its.state == TaskState::claimed;
+      spans |= its.span != 0;
+    }
+    if (claimed || !spans) continue;
+    set_back(row, woken);
+    return true;
+  }
+  return false;
+}
+
+Tasks::Room Tasks::make_room(uint32_t task, const TaskRow& each) {
+  store_.ensure_client();
+  Woken woken(*this);
+  Store::Guard guard(store_);
+  const uint64_t mine = sequence(each.row);
+  const bool first = oldest_waiter() >= mine;
+  const auto fits = [&] {
+    const uint64_t span = first ? heap_.take(each.units) : 0;
+    if (span != 0) heap_.give(span);
+    return span != 0;
+  };
+  if (fits()) return Room::made;
+  store_.reap_locked();
+  while (first && set_back_one(mine, woken)) {
+    if (fits()) return Room::made;
+  }
+  register_waiter(mine);
+  bool newest = true, others = false;
+  for (const SpaceWaiter& other : table_->waiters) {
+    const uint64_t place = other.place.load(kRelaxed);
+    if (place == 0 || place - 1 == mine || store_.client(other.slot).in_use == 0) continue;
+    others = true;
+    newest &= place - 1 < mine;
+  }
+  const TaskWord its = word(each.row, task);
+  if (others && newest && its.state == TaskState::claimed && under_way(each.row) && !has_unfilled(each.row)) {
+    set_back(each.row, woken);
+    table_->revoked.fetch_add(1, kRelaxed);
+    end_wait();
+    woken.space();
+    return Room::given_up;
+  }
+  uint64_t busy = store_.committed_count() + store_.control().exhausted_count + store_.control().writing_count;
+  for (uint32_t other = 1; other < count_; ++other) {
+    busy += figures(other).due.load(kRelaxed) + figures(other).claimed.load(kRelaxed);
+  }
+  const bool alone = busy <= (its.state == TaskState::claimed ? 1U : 0U);
+  if (alone && !others) {
+    end_wait();
+    return Room::never;
+  }
+  return Room::wait;
+}
+
+// --- waits ----------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Sleeps on a futex of the segment, in slices, so that a handle that is closed meanwhile is noticed.
+void sleep_on(const std::atomic<uint32_t>& word, std::atomic<uint32_t>& waiting, uint32_t seen, double timeout_s) {
+  if (timeout_s <= 0) return;
+  waiting.fetch_add(1, std::memory_order_seq_cst);
+  try {
+    if (word.load(std::memory_order_seq_cst) == seen) {
+      futex_wait(word, seen, static_cast<uint64_t>(timeout_s * 1e9));
+    }
+  } catch (...) {
+    waiting.fetch_sub(1, std::memory_order_seq_cst);
+    throw;
+  }
+  waiting.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+}  // namespace
+
+void Tasks::await_due(uint32_t task, uint32_t seen, double timeout_s) {
+  store_.check_usable();
+  check_task(task, "waited for");
+  TaskFigures& its = figures(task);
+  sleep_on(its.changes, its.waiting, seen, std::min(timeout_s, kLookForDeadS));
+  if (store_.calls_.must_end()) store_.check_open();
+  // Nothing came for a while, and something is claimed: its owner may be dead.
+  if (its.changes.load(kRelaxed) == seen) reap_claims();
+}
+
+void Tasks::await_space(uint32_t seen, double timeout_s) {
+  store_.check_usable();
+  sleep_on(table_->space_changes, table_->space_waiting, seen, std::min(timeout_s, kLookForDeadS));
+  if (store_.calls_.must_end()) store_.check_open();
+  if (table_->space_changes.load(kRelaxed) == seen) reap_claims();
+}
+
+// Reclaims what dead processes held, where any has a claim.
+void Tasks::reap_claims() {
+  const int fd = store_.mapping_->fd();
+  for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
+    const Client& other = store_.client(slot);
+    if (other.in_use == 0 || slot == store_.client_slot_.load(kRelaxed) || client_lives(fd, slot)) continue;
+    store_.reap();
+    return;
+  }
+}
+
+// Rows are between two counts for a moment, which only the lock's holder does not see.
+bool Tasks::is_over(uint32_t task) const {
+  const auto over = [&] {
+    return table_->finished.load(std::memory_order_acquire) != 0 && figures(task).remaining.load(kRelaxed) == 0 &&
+           store_.control().writing_count == 0;
+  };
+  if (!over()) return false;
+  const Store::Guard guard(store_);
+  return over();
+}
+
+bool Tasks::ends_below(uint64_t rows) {
+  const auto ends = [&] {
+    const Control& c = store_.control();
+    if (table_->finished.load(std::memory_order_acquire) == 0 || c.writing_count != 0) return false;
+    return (count_ == 0 ? store_.committed_count() : figures(last()).remaining.load(kRelaxed) - c.exhausted_count) <
+           rows;
+  };
+  if (!ends()) return false;
+  const Store::Guard guard(store_);
+  return ends();
+}
+
+void Tasks::end_inserts() {
+  store_.ensure_client();
+  Store::Guard guard(store_);
+  table_->finished.store(1, std::memory_order_seq_cst);
+  wake_all();
+}
+
+void Tasks::wake_all() const {
+  for (uint32_t task = 1; task <= count_; ++task) {
+    figures(task).changes.fetch_add(1, std::memory_order_seq_cst);
+    if (figures(task).waiting.load(std::memory_order_seq_cst) != 0) futex_wake(figures(task).changes);
+  }
+  table_->space_changes.fetch_add(1, std::memory_order_seq_cst);
+  if (table_->space_waiting.load(std::memory_order_seq_cst) != 0) futex_wake(table_->space_changes);
+}
+
+Tasks::Oldest Tasks::oldest_claim(uint32_t task) {
+  check_task(task, "looked for");
+  Oldest oldest;
+  uint64_t least = UINT64_MAX;
+  if (figures(task).claimed.load(kRelaxed) == 0) return oldest;
+  for (uint32_t row = 0; row < store_.header().capacity; ++row) {
+    const TaskWord its = word(row, task);
+    if (its.state != TaskState::claimed || sequence(row) >= least) continue;
+    least = sequence(row);
+    oldest = {row, its.slot, store_.client(its.slot).pid, store_.status()[row].inserted_at_ns.load(kRelaxed)};
+  }
+  return oldest;
+}
+
+// --- repair ---------------------------------------------------------------------------------------------------
+
+void Tasks::clear() {
+  heap_.clear();
+}
+
+// Of a client that is gone: what it had claimed is due again, what it was writing is freed.
+void Tasks::release_claims_of(uint32_t slot) {
+  for (SpaceWaiter& each : table_->waiters) {
+    if (each.slot == slot) each.place.store(0, kRelaxed);
+  }
+  const bool died = slot != store_.client_slot_.load(kRelaxed);
+  Woken woken(*this);
+  const auto mine = [&](const SpanHead& head) { return head.mark.load(kRelaxed) == filled_by(slot); };
+  // Rows that it inserted, and those that are gone but for what it was writing.
+  for (uint64_t row = store_.client(slot).held, held = 0; row != kNoRow; row = store_.status()[row].next) {
+    if (held++ == store_.header().capacity) store_.fail_damaged("a client is said to hold row", row);
+    for (uint32_t task = 0; task <= count_; ++task) {
+      const TaskWord its = word(static_cast<uint32_t>(row), task);
+      if (its.span == 0 || its.state == TaskState::taken) continue;
+      sift(static_cast<uint32_t>(row), task, its, 0, mine, woken);
+    }
+  }
+  if (table_->claims[slot] == 0) return;
+  for (uint32_t row = 0; row < store_.header().capacity; ++row) {
+    for (uint32_t task = 1; task < count_; ++task) {
+      TaskWord its = word(row, task);
+      if (its.state == TaskState::claimed && its.slot == slot) {
+        unclaim(row, task, died, woken);
+      } else if (its.state == TaskState::done && its.span != 0) {
+        sift(row, task, its, 0, mine, woken);
+      }
+    }
+  }
+  table_->claims[slot] = 0;
+}
+
+void Tasks::begin_rebuild() {
+  rebuilding_ = true;
+  for (uint64_t i = 0; i < (count_ + 1) * due_stride_; ++i) due_[i].store(0, kRelaxed);
+  for (uint32_t task = 0; task <= count_; ++task) {
+    figures(task).due.store(0, kRelaxed);
+    figures(task).claimed.store(0, kRelaxed);
+    figures(task).remaining.store(0, kRelaxed);
+  }
+  for (uint32_t& claims : table_->claims) claims = 0;
+  for (SpaceWaiter& each : table_->waiters) each.place.store(0, kRelaxed);
+  table_->under_way.store(0, kRelaxed);
+}
+
+bool Tasks::survives(uint32_t row) const {
+  return under_way(row) && word(row, 0).state == TaskState::done;
+}
+
+void Tasks::finish_rebuild(std::span<const bool> alive, Store::Sums& sums) {
+  Woken woken(*this);
+  std::vector<SpanHeap::Living> living;
+  const auto lives = [&](uint32_t slot) { return slot < alive.size() && alive[slot]; };
+  std::vector<uint32_t> lost, finished;
+  for (uint32_t row = 0; row < store_.header().capacity; ++row) {
+    const RowState state = store_.status()[row].state;
+    if (state == RowState::free) {
+      for (uint32_t task = 0; task <= count_; ++task) words(row)[task].store(0, kRelaxed);
+      due_words(0)[row / 64].fetch_or(uint64_t{1} << (row % 64), kRelaxed);
+      continue;
+    }
+    const bool way = state == RowState::under_way;
+    for (uint32_t task = 0; task <= count_; ++task) {
+      TaskWord its = word(row, task);
+      if (its.state == TaskState::taken) continue;
+      const bool died = its.state == TaskState::claimed && !lives(its.slot);
+      const bool keep = its.state != TaskState::not_done || (record(task).flags & kKeepPartial) != 0;
+      const bool kept = keep && (!died || (record(task).flags & kKeepPartial) != 0);
+      bool first_filled = true;
+      uint64_t previous = 0, front = 0;
+      for (Chain at(*this, its.span); at;) {
+        const uint64_t span = at.at;
+        SpanHead& one = at.head();
+        if (one.row != row || one.task != task) store_.fail_damaged("a row's task leads to another row's unit", span);
+        at.next();
+        const uint32_t mark = one.mark.load(kRelaxed);
+        // On a task that is not done only what was appended is kept: a put that died before its word was stored is not.
+        bool stays = mark == kFilled ? kept && (its.state == TaskState::done || one.axis != 0) : lives(mark >> 8);
+        // Of a task that is done readers have the first one that is filled.
+        if (stays && mark == kFilled && its.state == TaskState::done) {
+          stays = first_filled;
+          first_filled = false;
+        }
+        if (!stays) continue;
+        if (previous == 0) {
+          front = span;
+        } else {
+          head(previous).next.store(span, kRelaxed);
+        }
+        previous = span;
+        living.push_back({span, one.size.load(kRelaxed) & kSpanUnits});
+        if (mark != kFilled && one.reserved == kRewrites) ++table_->claims[mark >> 8];
+      }
+      if (previous != 0) head(previous).next.store(0, kRelaxed);
+      its.span = front;
+      if (died) {
+        its.state = TaskState::not_done;
+        its.slot = 0;
+        if (its.deaths < kMaxDeaths) ++its.deaths;
+        figures(task).deaths.fetch_add(1, kRelaxed);
+        if (its.deaths >= kDeathsAllowed) lost.push_back(row);
+      }
+      if (its.state == TaskState::claimed) {
+        ++table_->claims[its.slot];
+        figures(task).claimed.fetch_add(1, kRelaxed);
+      }
+      set_word(row, task, its);
+      if (way && task != 0 && its.state != TaskState::done) figures(task).remaining.fetch_add(1, kRelaxed);
+    }
+    if (!way) {
+      const bool finished_row = state == RowState::committed || state == RowState::exhausted;
+      if (count_ != 0 && finished_row) figures(last()).remaining.fetch_add(1, kRelaxed);
+      continue;
+    }
+    table_->under_way.fetch_add(1, kRelaxed);
+    if (count_ == 0 || is_ready(row, last())) {
+      finished.push_back(row);
+      continue;
+    }
+    for (uint32_t task = 1; task < count_; ++task) {
+      if (is_ready(row, task)) set_due(task, row, woken);
+    }
+  }
+  std::sort(living.begin(), living.end(),
+            [](const SpanHeap::Living& one, const SpanHeap::Living& other) { return one.first < other.first; });
+  heap_.rebuild(living);
+  rebuilding_ = false;
+  for (const uint32_t row : finished) promote(row, sums);
+  for (const uint32_t row : lost) {
+    if (!under_way(row)) continue;
+    table_->given_up.fetch_add(1, kRelaxed);
+    drop_row(row, woken);
+  }
+  wake_all();
+}
+
+void Tasks::audit(const std::function<void(const std::string&)>& wrong) const {
+  uint64_t units = 0, way = 0;
+  std::vector<uint64_t> due(count_ + 1), claimed(count_ + 1), remaining(count_ + 1), claims(kMaxClients);
+  for (uint32_t row = 0; row < store_.header().capacity; ++row) {
+    const RowState state = store_.status()[row].state;
+    way += state == RowState::under_way;
+    if (due_bit(0, row) != (state == RowState::free)) wrong(message_of({"row ", row, " has a wrong bit of free rows"}));
+    for (uint32_t task = 0; task <= count_; ++task) {
+      const TaskWord its = word(row, task);
+      if (its.state == TaskState::taken) continue;
+      for (Chain at(*this, its.span); at; at.next()) {
+        const SpanHead& one = at.head();
+        units += one.size.load(kRelaxed) & kSpanUnits;
+        if (one.row != row || one.task != task) wrong(message_of({"row ", row, " has a span of another row"}));
+        if (one.mark.load(kRelaxed) != kFilled && one.reserved == kRewrites) {
+          ++claims[one.mark.load(kRelaxed) >> 8 & 0xff];
+        }
+      }
+      if (state == RowState::free && its.packed() != 0) wrong(message_of({"the free row ", row, " has a task"}));
+      if (task == 0) continue;
+      if (its.state == TaskState::claimed) {
+        ++claimed[task];
+        ++claims[its.slot];
+      }
+      const bool ready = state == RowState::under_way && task != last() && is_ready(row, task);
+      due[task] += ready;
+      if (due_bit(task, row) != ready) wrong(message_of({"row ", row, " is wrongly due, or not, for task ", task}));
+      if (state == RowState::under_way && its.state != TaskState::done) ++remaining[task];
+      if ((state == RowState::committed || state == RowState::exhausted) && task == last()) ++remaining[task];
+      if (state == RowState::under_way && task == last() && is_ready(row, task)) {
+        wrong(message_of({"row ", row, " is finished and not committed"}));
+      }
+    }
+  }
+  if (way != table_->under_way.load(kRelaxed)) {
+    wrong(message_of({way, " rows are under way, the count is ", table_->under_way}));
+  }
+  for (uint32_t task = 1; task <= count_; ++task) {
+    const TaskFigures& its = figures(task);
+    if (due[task] != its.due || claimed[task] != its.claimed || remaining[task] != its.remaining) {
+      wrong(
+          message_of({"task ", task, " has ", due[task], " rows due, ", claimed[task], " claimed and ", remaining[task],
+                      " to go, the counts are ", its.due, ", ", its.claimed, " and ", its.remaining}));
+    }
+  }
+  for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
+    if (claims[slot] != table_->claims[slot]) {
+      wrong(message_of({"client ", slot, " has ", claims[slot], " claims, its count is ", table_->claims[slot]}));
+    }
+  }
+  if (units + heap_.free_units() + 1 != heap_.units()) {
+    wrong(message_of({"spans take ", units, " units and ", heap_.free_units(), " are free, of ", heap_.units()}));
+  }
+  heap_.audit(wrong);
+}
+
+}  // namespace geartrain

@@ -1,0 +1,238 @@
+// Tasks: work that is done once per row, by whichever process claims it.
+//
+//   std::vector<ClaimedRow> rows = tasks.claim(task, {.most = 4});      // due rows, oldest first
+//   TaskRow put{.row = rows[0].row, ..., .units = layout.place(...)};
+//   tasks.begin(Write::put, task, {&put, 1});                           // a span that hangs on the row's word
+//   ...                                                                 // bytes are copied to it without the lock
+//   tasks.finish(Write::put, task, {&put, 1});                          // the task is done; rows become due for others
+//
+// A row is due for a task when the tasks that this one comes after are done. Rows come from inserts, which are the task
+// number 0. When all tasks but the last are done the row is committed: it is drawn as rows of any store are, and freed
+// by the draw that uses up its samples. Words and their states are segment.h's; what lies in spans is span_layout.h's.
+//
+// Fences. A claim is (row, generation, claim number): a write of a claim that was released, dropped or taken back,
+// whose owner was taken for dead, or whose row is another by now changes nothing.
+//
+// Space. Where no span is free, an insert waits. A put or append first sets back rows that are newer than its own, not
+// claimed and not finished, newest first: their tasks are to be done again. Where there is none and others wait too,
+// the one with the newest row gives its claim up. So the oldest rows always come through.
+//
+// Death. What a dead process had claimed is due again; what it was writing is freed, and what it had appended stays
+// where the task keeps it. After three deaths without an append or put a row is dropped.
+//
+// Threads and processes: any; words change under the store's lock, 64 rows a hold. Waits are the caller's, on futexes
+// (TaskFigures::changes, TaskTable::space_changes), which never tell more than that it is worth to look again.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "segment/span_heap.h"
+#include "store/span_layout.h"
+#include "store/store.h"
+
+namespace geartrain {
+
+struct ClaimedRow {
+  uint32_t row, generation;  // the key
+  uint16_t claim;
+};
+
+// A row that an insert, put or append writes. Rows that cannot be written any more have span 0 after begin().
+struct TaskRow {
+  uint32_t row = kNoRow, generation = 0;
+  uint16_t claim = 0;
+  uint64_t units = 0;  // of its span; 0: it has none
+  AxisLengths lengths{};
+  uint32_t item = 0;  // of an append
+  uint64_t span = 0;  // out: its first unit
+  bool skipped = false;
+};
+
+enum class Write : uint8_t {
+  put,      // all fields of a claimed row's task, which is done then
+  append,   // more items of one axis of a claimed row
+  rewrite,  // all fields of a task that is done
+};
+
+// A span of a chain.
+struct ChainPart {
+  uint64_t span, units;
+  uint32_t item;
+  uint8_t axis;  // 0: all fields of the task
+  AxisLengths lengths;
+};
+
+class Tasks {
+ public:
+  Tasks(Store& store, std::shared_ptr<const TaskTable> checked, TaskTable* table, std::byte* spans,
+        std::atomic<uint64_t>* words, std::atomic<uint64_t>* due);
+
+  uint32_t count() const { return count_; }  // tasks, without the insert
+  uint32_t last() const { return count_; }   // number of the last one; 0: there are none
+  const TaskTable& described() const { return *described_; }
+  TaskTable& table() const { return *table_; }
+  const SpanHeap& heap() const { return heap_; }
+  const SpanLayout& layout(uint32_t task) const { return layouts_[task]; }  // of its puts
+  TaskWord word(uint32_t row, uint32_t task) const {
+    return TaskWord::of(words(row)[task].load(std::memory_order_acquire));
+  }
+  std::atomic<uint64_t>* words(uint32_t row) const { return words_ + uint64_t{row} * (count_ + 1); }
+  // The span of a word that readers read: the first of its chain that is filled; 0: none. Bounded, without the lock.
+  uint64_t filled(const TaskWord& word) const;
+  // Whether a row has this key, under way or committed. Without the lock.
+  bool has_key(uint32_t row, uint32_t generation) const;
+  // Items of each axis that is known by now, 0 for the others. False where the key is stale or the row changed
+  // meanwhile.
+  bool lengths(uint32_t row, uint32_t generation, AxisLengths* out) const;
+
+  // --- inserts ------------------------------------------------------------------------------------------------
+
+  // Takes rows and their spans, all or none; false where there is no room, for now. Throws no_space for what the region
+  // could never hold.
+  bool begin_insert(std::span<TaskRow> rows);
+  // Rows that are filled become due, one by one. `generations`: of their keys.
+  void finish_insert(std::span<const TaskRow> rows, const CommitValues& values, std::span<uint32_t> generations);
+  void abandon_insert(std::span<const TaskRow> rows);
+  // What a store without room has, for an error.
+  std::string occupancy();
+
+  // --- claims -------------------------------------------------------------------------------------------------
+
+  struct Asked {
+    size_t most = 1;         // rows
+    uint64_t max_items = 0;  // of an axis, together; 0: no limit. One row may have more
+    uint32_t axis = 0;       // counted from 1
+  };
+  std::vector<ClaimedRow> claim(uint32_t task, const Asked& asked);
+  // Rows become due again; those that are not this process's by that claim are passed over. Returns how many were not.
+  size_t release(uint32_t task, std::span<const ClaimedRow> rows);
+  size_t drop(uint32_t task, std::span<const ClaimedRow> rows);
+  // Whether each is still this process's by that claim. Without the lock.
+  bool owns(uint32_t task, const ClaimedRow& row) const;
+
+  // --- writing ------------------------------------------------------------------------------------------------
+
+  // Gives rows their spans. Rows that cannot be written any more are skipped. Returns how many of the rows, from the
+  // first on, have been begun: fewer than all where there is no room for the next one for now (wait_for_space). Throws
+  // no_space where it could never have any; schema where lengths of axes that other tasks set are not the row's, or the
+  // row is another's.
+  size_t begin(Write write, uint32_t task, std::span<TaskRow> rows, uint8_t axis = 0);
+  // Rows that were filled take effect. Those that were lost meanwhile are skipped: their spans are freed.
+  void finish(Write write, uint32_t task, std::span<TaskRow> rows);
+  void abandon(Write write, uint32_t task, std::span<const TaskRow> rows);
+  // What was appended to a claimed row so far, in its order. Throws stale_claim.
+  std::vector<ChainPart> chain(uint32_t task, const ClaimedRow& row);
+  // For a row that has found no room: makes some, as above. Returns whether the row's claim is given up for it.
+  enum class Room : uint8_t { made, wait, given_up, never };
+  Room make_room(uint32_t task, const TaskRow& row);
+  void stop_waiting();  // for room, without having got it
+
+  // --- waits --------------------------------------------------------------------------------------------------
+
+  // Waits while `seen` is the number of changes, at most so long, and reclaims what dead processes had claimed where
+  // nothing changes. Throws closed.
+  void await_due(uint32_t task, uint32_t seen, double timeout_s);
+  void await_space(uint32_t seen, double timeout_s);
+  // Whether no row can become due for the task any more, as finish() was called and all rows are through.
+  bool is_over(uint32_t task) const;
+  // Whether fewer rows than so many can be drawn from now on, however long one waits, as finish() was called.
+  bool ends_below(uint64_t rows);
+  // No more rows are inserted: loops end when they have nothing to do any more.
+  void end_inserts();
+
+  // For who watches: of the task that lags, the oldest row that is claimed, and whose it is.
+  struct Oldest {
+    uint32_t row = kNoRow, slot = kNoClient;
+    int32_t pid = 0;
+    uint64_t inserted_at_ns = 0;
+  };
+  Oldest oldest_claim(uint32_t task);
+
+  // --- for Store, under its lock --------------------------------------------------------------------------------
+
+  void clear();                              // of a new segment
+  void take_rows(std::span<uint32_t> rows);  // as many as are free
+  bool freed(uint32_t row);                  // its spans and words; false where somebody is writing one still
+  bool drop_locked(uint32_t row, uint32_t generation);
+  void release_claims_of(uint32_t slot);  // of a client that is gone
+  void begin_rebuild();
+  bool survives(uint32_t row) const;  // a row under way, in a rebuild
+  void finish_rebuild(std::span<const bool> alive, Store::Sums& sums);
+  void audit(const std::function<void(const std::string&)>& wrong) const;
+  void wake_all() const;
+
+ private:
+  // Who is to be woken once the lock is released.
+  class Woken {
+   public:
+    explicit Woken(const Tasks& tasks) : tasks_(tasks) {}
+    ~Woken();
+    Woken(const Woken&) = delete;
+    Woken& operator=(const Woken&) = delete;
+    void task(uint32_t number) { numbers_ |= uint64_t{1} << (number - 1); }
+    void space() { space_ = true; }
+
+   private:
+    const Tasks& tasks_;
+    uint64_t numbers_ = 0;
+    bool space_ = false;
+  };
+  struct Chain;  // a walk along the spans of a word, bounded
+
+  TaskFigures& figures(uint32_t task) const { return table_->figures[task]; }
+  const TaskRecord& record(uint32_t task) const { return described_->tasks[task]; }
+  std::atomic<uint64_t>* due_words(uint32_t task) const { return due_ + task * due_stride_; }
+  bool due_bit(uint32_t task, uint32_t row) const;
+  void set_due(uint32_t task, uint32_t row, Woken& woken);
+  void clear_due(uint32_t task, uint32_t row);
+  uint64_t done_mask(uint32_t row) const;
+  bool is_ready(uint32_t row, uint32_t task) const;  // what it comes after is done, and it is not
+  void set_word(uint32_t row, uint32_t task, const TaskWord& word) const;
+  SpanHead& head(uint64_t span) const;
+  uint64_t sequence(uint32_t row) const;
+  bool under_way(uint32_t row) const;
+  void locked_lengths(uint32_t row, AxisLengths* out) const;
+  uint64_t take_span(uint32_t task, const TaskRow& from, uint8_t axis, bool rewrites);
+  // Stores a word without the spans of its chain that `lost` names, the others in their order and `first` in front, and
+  // frees those. Returns what the word leads to then.
+  template <typename Lost>
+  uint64_t sift(uint32_t row, uint32_t task, TaskWord word, uint64_t first, Lost&& lost, Woken& woken);
+  bool has_unfilled(uint32_t row) const;
+  void no_claim(TaskWord& word, uint32_t task);
+  void not_remaining(uint32_t task, Woken& woken);
+  void unclaim(uint32_t row, uint32_t task, bool died, Woken& woken);
+  void task_done(uint32_t row, uint32_t task, Store::Sums& sums, Woken& woken);
+  void promote(uint32_t row, Store::Sums& sums);
+  void set_back(uint32_t row, Woken& woken);
+  void bring_to_front(uint32_t row, uint32_t task, uint64_t span);
+  bool is_behind_a_filled_one(uint64_t chain, uint64_t span) const;
+  void discard(const TaskRow& each, uint32_t task, Woken& woken);
+  bool set_back_one(uint64_t newer_than, Woken& woken);
+  void drop_row(uint32_t row, Woken& woken);
+  bool holds_claim(uint32_t task, const ClaimedRow& row) const;
+  uint64_t oldest_waiter() const;
+  void register_waiter(uint64_t sequence);
+  void end_wait();
+  void reap_claims();
+  void check_task(uint32_t task, const char* what) const;
+
+  Store& store_;
+  std::shared_ptr<const TaskTable> described_;  // as it was checked
+  TaskTable* table_;
+  std::atomic<uint64_t>* words_;
+  std::atomic<uint64_t>* due_;
+  uint64_t due_stride_;
+  uint32_t count_;
+  SpanHeap heap_;
+  std::vector<uint32_t> latest_first_;  // tasks without the last one: those that come after others first
+  std::vector<SpanLayout> layouts_;     // of each task's puts
+  bool rebuilding_ = false;
+};
+
+}  // namespace geartrain

@@ -1,0 +1,458 @@
+"""Stores whose rows pass through tasks: claims, waits for due rows, puts by key, and figures of tasks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from geartrain.core.arguments import check_whole, default_threads, shown, some_of, timeout
+from geartrain.core.keys import Keys, check_keys
+from geartrain.core.tasks import RowPlan
+from geartrain.errors import ArgumentError, SchemaError, StoreClosedError, WaitTimeoutError
+from geartrain.store.claims import REWRITE, Claim, timed_out, write_rows
+from geartrain.store.columns import as_column
+from geartrain.store.insert import CASTINGS, Casting
+from geartrain.store.packed import check_output
+from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
+from geartrain.store.span_values import check_names, collect, lengths_given
+from geartrain.store.waiting_claims import claim_later
+from geartrain.store.writable import WritableStore
+
+Output = Literal["torch", "numpy"]
+_log = logging.getLogger(__name__)
+#: An idle loop tells after so many seconds what it waits for, and then at four times the time each.
+FIRST_WORD_S = 10.0
+#: Rows that are inserted together at most, all or none.
+_PIECE = 1024
+_FOREVER_S = 1e9
+
+
+class TaskedStore(WritableStore):
+    """A handle whose rows may pass through tasks. Users have its subclass `Store`."""
+
+    def insert(
+        self,
+        fields: Mapping[str, Any],
+        *,
+        lengths: ArrayLike | Mapping[str, ArrayLike] | None = None,
+        priorities: ArrayLike | None = None,
+        versions: ArrayLike | None = None,
+        threads: int | None = None,
+        casting: Casting = "no",
+        timeout_s: float | None = None,
+    ) -> Keys:
+        """Copies `n` rows into the store and returns their keys.
+
+        In a store with axes, strings or tasks no row is evicted to make room: the insert waits until rows are freed.
+
+        Args:
+            fields: for every field of the store an array or tensor (n, t, ...) of its dtype, t up to `max_length`. A
+                `per_row` field is (n, ...). With tasks, the fields of the insert. One with an axis takes a list of n
+                arrays (m, ...), one for each row; or one array with the values of all rows, and `lengths`. `Text` and
+                `Bytes` take lists of strings, and with an axis a list of strings for each row.
+            lengths: (n,) steps of each row; t by default. In a store with axes: (n,) items of the insert's axis in each
+                row, or a dict of such arrays by axis.
+            priorities: (n,) finite and >= 0; by default the store's `new_priority`.
+            versions: (n,) integers; 0 by default.
+            threads: threads that copy; by default up to 4 of the cores this process may use.
+            casting: conversions to the fields' dtypes that are allowed, as in NumPy: "no", "safe" (int16 to float32) or
+                "same_kind" (float64 to float32). Lists of Python's numbers are converted if they fit.
+            timeout_s: longest wait for room in a store with axes or tasks, in seconds; 600 by default.
+
+        Raises:
+            SchemaError: an array has another shape or dtype than its field. Nothing is written.
+            FieldError: a field is missing, or the store has no such field. Nothing is written.
+            StoreFullError: too many blocks are being written.
+            WaitTimeoutError: no room within `timeout_s`. The message says how many rows are under way, due and kept.
+            NoSpaceError: the rows are larger than all of `span_bytes`.
+            ArgumentError: `timeout_s` for a store that evicts rows and does not wait.
+
+        Cost: one copy, which bypasses the cache if it is large. A call takes about 2 us for C-contiguous NumPy arrays
+        of the fields' dtypes without lengths, priorities and versions, and about 10 us otherwise. More than 1024 rows,
+        or half the store's, are inserted in several parts. Each part is atomic.
+        """
+        if self.plan is None:
+            if timeout_s is not None:
+                raise ArgumentError("timeout_s= is the wait for room; this store evicts rows instead")
+            return super().insert(
+                fields,
+                lengths=lengths,  # type: ignore[arg-type]  # a mapping is refused there
+                priorities=priorities,
+                versions=versions,
+                threads=threads,
+                casting=casting,
+            )
+        within_s = INSERT_TIMEOUT_S if timeout_s is None else timeout(timeout_s)
+        return self._insert_spans(
+            self.plan, fields, lengths, priorities, versions, default_threads(threads), casting, within_s
+        )
+
+    def _insert_spans(
+        self,
+        plan: RowPlan,
+        fields: Any,
+        lengths: Any,
+        priorities: Any,
+        versions: Any,
+        threads: int,
+        casting: Casting,
+        timeout_s: float,
+    ) -> Keys:
+        if casting not in CASTINGS:
+            raise ArgumentError(f"casting is one of {', '.join(map(repr, CASTINGS))}, found {shown(casting)}")
+        given = check_names("insert", fields, plan.fields_of(0))
+        known = lengths_given(plan, lengths)
+        how = "pass a list with one array for each row, or lengths="
+        n, sources, table = collect(plan, given, given, known=known, how=how, casting=casting)
+        if n == 0:
+            return Keys.empty()
+        as_priorities = as_column(priorities, n, np.float64, "priorities")
+        as_versions = as_column(versions, n, np.int64, "versions")
+        piece = max(1, min(_PIECE, self.capacity // 2))
+        if n > piece:
+            return self._insert_pieces(given, known, as_priorities, as_versions, threads, casting, timeout_s, n, piece)
+        self.limiter.admit_inserts(n, timeout_s)
+        try:
+            found = self.native.insert_with_spans(n, sources, table, as_priorities, as_versions, threads, timeout_s)
+            if found is None:
+                raise timed_out(self.native, f"{n} rows could not be inserted within {timeout_s:g} s")
+        except BaseException:
+            self.limiter.give_back(inserts=n)
+            raise
+        return Keys.of_rows(*found, self.id)
+
+    def _insert_pieces(
+        self, given: Any, known: Any, priorities: Any, versions: Any, threads: Any, casting: Any, timeout_s: Any,
+        n: int, piece: int,
+    ) -> Keys:  # fmt: skip
+        """Inserts more rows than may go in together, part after part."""
+        assert self.plan is not None
+        ends = {axis: np.concatenate([[0], np.cumsum(column)]) for axis, column in known.items()}
+        inserted = []
+        for at in range(0, n, piece):
+            rows = slice(at, min(at + piece, n))
+            part = {}
+            for name, data in given.items():
+                axis = self.plan.fields[name].axis
+                flat = axis in ends and len(data) == ends[axis][-1] and len(data) != n
+                part[name] = data[ends[axis][rows.start] : ends[axis][rows.stop]] if flat else data[rows]
+            inserted.append(
+                self.insert(
+                    part,
+                    lengths={axis: column[rows] for axis, column in known.items()} or None,
+                    priorities=None if priorities is None else priorities[rows],
+                    versions=None if versions is None else versions[rows],
+                    threads=threads,
+                    casting=casting,
+                    timeout_s=timeout_s,
+                )
+            )
+        return Keys.join(inserted)
+
+    def finish(self) -> None:
+        """Says that no more rows will be inserted.
+
+        The loops of `claims` then end, in every process, when no row can become due for their task any more. An insert
+        afterwards is still possible, but loops that have ended do not see its rows.
+
+        Raises:
+            ArgumentError: the store has no tasks.
+        """
+        self._tasks_plan()
+        self.native.end_inserts()
+
+    # --- claims ---------------------------------------------------------------------------------------------
+
+    def claims(
+        self,
+        task: str,
+        n: int | None = None,
+        *,
+        max_items: int | None = None,
+        of: str | None = None,
+        timeout_s: float | None = None,
+        output: Output = "torch",
+    ) -> Iterator[Claim]:
+        """Claims due rows of a task again and again: a loop over claims, oldest rows first.
+
+        A row has one claimer at a time. A claim has at least one row and at most `n`; it never waits for exactly `n`.
+        The next turn of the loop, and leaving it, release the rows that were neither put nor dropped: they are due
+        again. If the process dies, they are due again, too; after three deaths of its claimers a row is dropped.
+
+        While no row is due, the loop waits. After 10 s it logs which task lags (logger `geartrain.store.tasked`). It
+        ends when the store is closed, or when `finish` was called and no row can become due any more.
+
+        Args:
+            task: name of the task; not the last one, whose rows a replay draws.
+            n: most rows of a claim; by default one, and with `max_items` any number.
+            max_items: most items of the axis `of` in a claim. One row alone may have more.
+            of: name of the axis that `max_items` counts; by default the store's only one.
+            timeout_s: longest wait for a due row, in seconds; by default there is no limit.
+            output: "torch" reads tensors, "numpy" arrays.
+
+        Returns:
+            An iterator over claims.
+
+        Raises:
+            SchemaError: the store has no such task or axis, or it is the last task.
+            ArgumentError: `n` or `max_items` is not a whole number above zero.
+            WaitTimeoutError: no row was due within `timeout_s`. The message names the task that lags, by how many rows,
+                and who holds the oldest claim.
+
+        Examples:
+            >>> import geartrain as gt
+            >>> tasks = {"square": gt.Task({"y": gt.Field((), "int64")}), "train": gt.Task(after="square")}
+            >>> store = gt.Store.create({"x": gt.Field((), "int64")}, tasks=tasks, capacity=8, span_bytes=100_000)
+            >>> _ = store.insert({"x": [2, 3]})
+            >>> store.finish()
+            >>> for claim in store.claims("square", 4):
+            ...     _ = claim.put(y=claim["x"] ** 2)
+            >>> len(store)
+            2
+            >>> store.close()
+        """
+        number, most, items, axis = self._asked(task, n, max_items, of)
+        limit_s = None if timeout_s is None else timeout(timeout_s)
+        self.native.task_figures()  # a closed store refuses at once
+        return self._claims(number, task, most, items, axis, limit_s, check_output(output))
+
+    def _claims(
+        self, number: int, task: str, most: int, items: int, axis: int, timeout_s: float | None, output: str
+    ) -> Iterator[Claim]:
+        while True:
+            try:
+                found = self._wait_for_due(number, task, most, items, axis, timeout_s, output)
+            except StoreClosedError:
+                return
+            if found is None:
+                return
+            with found as claim:
+                yield claim
+
+    def claim(
+        self,
+        task: str,
+        n: int | None = None,
+        *,
+        max_items: int | None = None,
+        of: str | None = None,
+        timeout_s: float = 0.0,
+        output: Output = "torch",
+    ) -> Claim:
+        """Claims due rows of a task once.
+
+        Release what you do not put or drop, or use the claim as a context manager, which does it at its end.
+
+        Args:
+            task, n, max_items, of, output: as in `claims`.
+            timeout_s: longest wait for a due row, in seconds. 0 does not wait.
+
+        Returns:
+            The claim. It is empty, and false, if no row was due within `timeout_s`.
+
+        Raises:
+            SchemaError, ArgumentError: as in `claims`.
+            StoreClosedError: the store was closed.
+        """
+        number, most, items, axis = self._asked(task, n, max_items, of)
+        output = check_output(output)
+        found = self.native.claim_rows(number, most, items, axis, timeout(timeout_s))
+        return Claim(self, number, found if isinstance(found, tuple) else None, output)
+
+    async def claim_async(
+        self,
+        task: str,
+        n: int | None = None,
+        *,
+        max_items: int | None = None,
+        of: str | None = None,
+        timeout_s: float | None = None,
+        output: Output = "torch",
+    ) -> Claim:
+        """Claims due rows of a task once, without blocking the event loop meanwhile.
+
+        All calls of a process share one thread that waits. A call that is cancelled releases what it got.
+
+        Args:
+            task, n, max_items, of, output: as in `claims`.
+            timeout_s: longest wait for a due row, in seconds; by default there is no limit.
+
+        Returns:
+            The claim. It is empty, and false, if no row was due within `timeout_s`, or if none can become due any more.
+
+        Raises:
+            SchemaError, ArgumentError: as in `claims`.
+            StoreClosedError: the store was closed.
+        """
+        number, most, items, axis = self._asked(task, n, max_items, of)
+        limit_s = _FOREVER_S if timeout_s is None else timeout(timeout_s)
+        output = check_output(output)
+        found = self.native.claim_rows(number, most, items, axis, 0.0)
+        if found is None and limit_s > 0:
+            found = await claim_later(self.native, (number, most, items, axis), limit_s)
+        return Claim(self, number, found if isinstance(found, tuple) else None, output)
+
+    def put(
+        self,
+        keys: Keys | ArrayLike,
+        task: str,
+        fields: Mapping[str, Any],
+        *,
+        casting: Casting = "no",
+        timeout_s: float = INSERT_TIMEOUT_S,
+    ) -> Keys:
+        """Replaces the fields of a task that is done, and returns the keys of the rows that were skipped.
+
+        A concurrent reader sees a row's old values or its new ones, never a mixture. The lengths of axes stay.
+
+        Args:
+            keys: rows of this store. Rows that are gone, or that the task is not done for, are skipped.
+            task: a task with `rewritable=True`.
+            fields: all fields of the task: the values of all rows one behind the other, or a list with an array for
+                each row.
+            casting: as in `insert`.
+            timeout_s: longest wait for room, in seconds.
+
+        Raises:
+            ArgumentError: keys of another store. Nothing is written.
+            SchemaError: the store has no such task, it is not rewritable, or the values do not fit. Nothing is written.
+            WaitTimeoutError: no room within `timeout_s`; rows before are written.
+        """
+        plan = self._tasks_plan()
+        keys = check_keys(keys)
+        keys.check_store(self.id, self.name)
+        number = plan.number(task)
+        if not plan.tasks[task].rewritable:
+            raise SchemaError(f"the task {task!r} is not rewritable: create it with rewritable=True")
+        if not len(keys):
+            return keys
+        table, found = self.native.lengths_of_rows(keys.row, keys.generation)
+        given = check_names(f"put of {task!r}", fields, plan.fields_of(number))
+        axes = {plan.fields[name].axis for name in given} - {None}
+        known = {axis: table[:, plan.axis(axis) - 1] for axis in axes if axis is not None}
+        if not found.all():  # what came with a row that is gone is not looked at, but its length counts
+            rows = np.flatnonzero(found == 0)
+            try:
+                _, _, told = collect(plan, given, given, n=len(keys), known={})
+            except SchemaError:
+                raise SchemaError(
+                    f"{len(rows)} of {len(keys)} rows are gone, so that it is unknown which values are theirs: pass a "
+                    f"list with one array for each row"
+                ) from None
+            for axis, column in known.items():
+                column[rows] = told[rows, plan.axis(axis) - 1]
+        _, sources, lengths = collect(plan, given, given, n=len(keys), known=known, casting=casting)
+        wrote = write_rows(
+            self.native, REWRITE, number, keys.row, keys.generation, None, sources, lengths, timeout(timeout_s)
+        )
+        return keys[wrote]
+
+    def task_stats(self) -> dict[str, dict[str, int]]:
+        """Figures of each task by its name, over all processes.
+
+        | name | meaning |
+        |---|---|
+        | due | rows that may be claimed now |
+        | claimed | rows that are claimed now |
+        | remaining | rows in the store that the task is not done for |
+        | done | how often the task was put |
+        | released | how often a row was released |
+        | deaths | how often a claimer died |
+        | set_back | how often its result was given up to make room for an older row |
+
+        `due` of the last task is the number of rows that a replay can draw.
+        """
+        plan = self._tasks_plan()
+        figures = self.native.task_figures()["tasks"]
+        found = {name: dict(each) for name, each in zip(plan.tasks, figures, strict=True)}
+        if found:
+            found[list(found)[-1]]["due"] = len(self)
+        return found
+
+    # --- waits ----------------------------------------------------------------------------------------------
+
+    def _wait_for_due(
+        self, number: int, task: str, most: int, items: int, axis: int, timeout_s: float | None, output: str
+    ) -> Claim | None:
+        """A claim of rows; None where none can become due any more."""
+        began_s = time.monotonic()
+        word_s = FIRST_WORD_S
+        while True:
+            waited_s = time.monotonic() - began_s
+            left_s = _FOREVER_S if timeout_s is None else max(0.0, timeout_s - waited_s)
+            found = self.native.claim_rows(number, most, items, axis, min(left_s, max(0.0, word_s - waited_s)))
+            if isinstance(found, tuple):
+                return Claim(self, number, found, output)
+            if found is not None:
+                return None
+            waited_s = time.monotonic() - began_s
+            if timeout_s is not None and waited_s >= timeout_s:
+                raise WaitTimeoutError(
+                    f"no row of the store {self.name!r} was due for {task!r} within {timeout_s:g} s: "
+                    f"{self._lag(number)}"
+                )
+            if waited_s >= word_s:
+                _log.warning(
+                    "no row of the store %r was due for %r for %.0f s: %s", self.name, task, waited_s, self._lag(number)
+                )
+                word_s *= 4
+
+    def _lag(self, number: int) -> str:
+        """Which task keeps rows from becoming due for a task, and who holds its oldest claim, in words."""
+        plan = self._tasks_plan()
+        names = list(plan.tasks)
+        figures = self.native.task_figures()
+        waits = {each: figures["tasks"][each - 1] for each in (*sorted(plan.before(number) - {0}), number)}
+        lagging = max(waits, key=lambda each: waits[each]["due"] + waits[each]["claimed"])
+        rows = waits[lagging]["due"] + waits[lagging]["claimed"]
+        if rows == 0:
+            if figures["under_way"]:
+                return f"none of the {figures['under_way']} rows under way needs it"
+            return "no row is under way; insert some, or call finish() if there are no more"
+        its = waits[lagging]
+        text = f"{names[lagging - 1]!r} lags by {rows} rows, {its['due']} due and {its['claimed']} claimed"
+        oldest = self.native.oldest_claim(lagging)
+        if oldest is None:
+            return f"{text} by nobody: start a process that claims it"
+        row, pid, inserted_at_ns = oldest
+        age_s = max(0.0, time.time() - inserted_at_ns / 1e9)
+        return f"{text}; process {pid} has claimed the oldest one, row {row}, inserted {age_s:.1f} s ago"
+
+    # --- checks ---------------------------------------------------------------------------------------------
+
+    def _tasks_plan(self) -> RowPlan:
+        if self.plan is None or not self.plan.tasks:
+            raise ArgumentError(f"the store {self.name!r} has no tasks: create it with tasks=")
+        return self.plan
+
+    def _asked(self, task: Any, n: Any, max_items: Any, of: Any) -> tuple[int, int, int, int]:
+        """Number of the task, most rows, most items (0: no limit) and number of their axis."""
+        plan = self._tasks_plan()
+        number = plan.number(task)
+        if number == len(plan.tasks):
+            raise SchemaError(f"the last task {task!r} has no claims: draw its rows with Replay, which frees them")
+        most = 1 if n is None else check_whole("n", n)
+        items = 0 if max_items is None else check_whole("max_items", max_items)
+        if most < 1 or (max_items is not None and items < 1):
+            raise ArgumentError(f"n and max_items are above zero, found n={shown(n)} and max_items={shown(max_items)}")
+        if max_items is None:
+            if of is not None:
+                raise ArgumentError(f"of={shown(of)} is the axis that max_items= counts, which is missing")
+            return number, min(most, self.capacity), 0, 0
+        known = [axis.name for axis in plan.axes if axis.owner in plan.before(number)]
+        if of is None:
+            if len(known) != 1:
+                raise ArgumentError(f"max_items= counts items of one axis: pass of= as one of {some_of(known)}")
+            of = known[0]
+        axis = plan.axis(of)
+        if of not in known:
+            raise ArgumentError(f"the length of {of!r} is not known before {task!r}; known are {some_of(known)}")
+        return number, self.capacity if n is None else min(most, self.capacity), min(items, 2**63 - 1), axis
+
+
+__all__ = ["TaskedStore"]

@@ -1,0 +1,128 @@
+"""The thread that waits for due rows in the place of all `claim_async` calls of a process.
+
+A call tries once by itself. What it does not get it leaves to this thread, which begins with the first such call and
+ends with the last one. The thread sleeps until rows are due for a task, if all calls wait for one; else it looks at one
+task after the other every few milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import geartrain._native as _native
+
+#: Number of the task, most rows, most items and their axis.
+Asked = tuple[int, int, int, int]
+#: A new call, or the end of one, is noticed after this time at the latest.
+_LOOK_EVERY_S = 0.01
+
+
+@dataclass(eq=False)
+class _Call:
+    native: _native.Store
+    asked: Asked
+    until_s: float
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def tell(self, found: Any, error: BaseException | None = None) -> None:
+        """Hands the result to the call's event loop; releases rows that nobody takes any more."""
+
+        def settle() -> None:
+            if self.future.done():
+                release(self.native, self.asked[0], found)
+            elif error is not None:
+                self.future.set_exception(error)
+            else:
+                self.future.set_result(found)
+
+        try:
+            self.loop.call_soon_threadsafe(settle)
+        except RuntimeError:  # the loop is closed
+            release(self.native, self.asked[0], found)
+
+
+def release(native: _native.Store, task: int, found: Any) -> None:
+    """Gives claimed rows back."""
+    if isinstance(found, tuple):
+        with suppress(Exception):  # the store may be closed, which released them
+            native.release_rows(task, *found[:3])
+
+
+class _Waiter:
+    """The calls that wait, and their thread."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._lock = threading.Lock()
+        self._calls: deque[_Call] = deque()
+        self._runs = False
+
+    def add(self, call: _Call) -> None:
+        with self._lock:
+            self._calls.append(call)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="geartrain-claims", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                waiting = [call for call in self._calls if not call.ended.is_set()]
+                self._calls = deque(waiting)
+                if not waiting:
+                    self._runs = False
+                    return
+                self._calls.rotate(-1)  # another one waits in the next turn
+            tasks = {(id(call.native), call.asked[0]) for call in waiting}
+            for place, call in enumerate(waiting):
+                # Only the first one waits, and only where no other task could be missed meanwhile.
+                self._try(call, _LOOK_EVERY_S if place == 0 and len(tasks) == 1 else 0.0)
+            if len(tasks) > 1:
+                time.sleep(_LOOK_EVERY_S / 4)
+
+    def _try(self, call: _Call, wait_s: float) -> None:
+        if call.ended.is_set():
+            return
+        left_s = call.until_s - time.monotonic()
+        try:
+            found = call.native.claim_rows(*call.asked, max(0.0, min(wait_s, left_s)))
+        except BaseException as error:
+            call.ended.set()
+            call.tell(None, error)
+            return
+        if found is None and left_s > 0:
+            return
+        call.ended.set()
+        call.tell(found)
+
+
+_waiter = _Waiter()
+
+
+async def claim_later(native: _native.Store, asked: Asked, timeout_s: float) -> Any:
+    """What `claim_rows` returns, once rows are due, none can become due any more, or the time is over."""
+    global _waiter
+    if _waiter.pid != os.getpid():  # a forked child has the calls of its parent, and no thread
+        _waiter = _Waiter()
+    loop = asyncio.get_running_loop()
+    call = _Call(native, asked, time.monotonic() + timeout_s, loop, loop.create_future())
+    _waiter.add(call)
+    try:
+        return await call.future
+    except asyncio.CancelledError:
+        call.ended.set()
+        if call.future.done() and not call.future.cancelled() and call.future.exception() is None:
+            release(native, asked[0], call.future.result())
+        raise
+
+
+__all__ = ["claim_later"]
