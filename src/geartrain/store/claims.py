@@ -329,10 +329,18 @@ class Claim(PackedFields):
         """What was read of the rows; zeros of those that are gone."""
         if not self._native.closed:
             self._check_process()
-        found = PackedReader(self._native, self._plan, names, axes).read(self.keys)
+        reader = PackedReader(self._native, self._plan, names, axes)
+        found = reader.read(self.keys)
         torn = found.torn().astype(bool)
         if not torn.any():
             return found
+        while True:  # of the rows that are there
+            there = np.flatnonzero(~torn)
+            found = reader.read(self.keys[there])
+            gone = there[found.torn() != 0]
+            if not len(gone):
+                break
+            torn[gone] = True
         self._lost |= torn
         return _WithZeros(self._plan, names, found, torn, self._lengths)
 
@@ -632,7 +640,7 @@ def _bounds_of(lengths: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.int
 
 
 class _WithZeros:
-    """Packed arrays of which some rows are gone: these are zeros and empty strings, with the lengths they had."""
+    """Packed arrays with rows that are gone between those that were read: zeros and empty strings, as long as they were."""
 
     def __init__(
         self,
