@@ -59,6 +59,7 @@ class StoreHandle:
         self._origin: str | None = None
         self._joined = not self.read_only  # whether it is one of the store's processes
         self.kept: dict[type, Any] = {}
+        self._one_row_writers: dict[tuple[int, bool], _native.OneRowWriter] = {}
 
     # --- what it is -----------------------------------------------------------------------------------------
 
@@ -105,6 +106,23 @@ class StoreHandle:
     def axes(self) -> tuple[str, ...]:
         """Names of the axes whose length differs from row to row."""
         return () if self.plan is None else tuple(axis.name for axis in self.plan.axes)
+
+    def one_row_writer(self, task: int, *, append: bool) -> _native.OneRowWriter:
+        """Internal: writes single rows of a task.
+
+        Args:
+            task: its number.
+            append: it appends; else it puts.
+        """
+        found = self._one_row_writers.get((task, append))
+        if found is None:
+            assert self.plan is not None
+            names = self.plan.appendable[task][0] if append else list(self.plan.fields_of(task))
+            axis = self.plan.appended_axis(task) if append else 0
+            numbers = [self.plan.field_numbers[name] for name in names]
+            found = _native.OneRowWriter(self.native, task, axis, names, numbers)
+            self._one_row_writers[task, append] = found
+        return found
 
     def check_plain(self, what: str) -> None:
         """Internal: raises `ArgumentError` if the store has axes, strings or tasks, for which `what` does not exist.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -335,18 +336,26 @@ class TaskedStore(WritableStore):
         given = check_names(f"put of {task!r}", fields, plan.fields_of(number))
         axes = {plan.fields[name].axis for name in given} - {None}
         known = {axis: table[:, plan.axis(axis) - 1] for axis in axes if axis is not None}
-        if not found.all():  # what came with a row that is gone is not looked at, but its length counts
-            rows = np.flatnonzero(found == 0)
-            try:
-                _, _, told = collect(plan, given, given, n=len(keys), known={})
-            except SchemaError:
-                raise SchemaError(
-                    f"{len(rows)} of {len(keys)} rows are gone, so that it is unknown which values are theirs: pass a "
-                    f"list with one array for each row"
-                ) from None
+        # What came with a row that is gone, or that has no length yet, is not looked at; but its length counts.
+        unknown = found == 0
+        for column in known.values():
+            unknown |= column == 0
+        told = None
+        if unknown.any():
+            with suppress(SchemaError):  # values one behind the other tell no lengths
+                _, _, told = collect(plan, given, given, n=len(keys), known={}, casting=casting)
+        if told is not None:
             for axis, column in known.items():
-                column[rows] = told[rows, plan.axis(axis) - 1]
-        _, sources, lengths = collect(plan, given, given, n=len(keys), known=known, casting=casting)
+                column[unknown] = told[unknown, plan.axis(axis) - 1]
+        try:
+            _, sources, lengths = collect(plan, given, given, n=len(keys), known=known, casting=casting)
+        except SchemaError as error:
+            if told is not None or not unknown.any():
+                raise
+            raise SchemaError(
+                f"{error}. {int(unknown.sum())} of {len(keys)} rows are gone or have no lengths yet, so that it is "
+                f"unknown which values are theirs: pass a list with one array for each row"
+            ) from None
         wrote = write_rows(
             self.native, REWRITE, number, keys.row, keys.generation, None, sources, lengths, timeout(timeout_s)
         )
