@@ -700,7 +700,9 @@ class _WithZeros:
         by = self._plan.fields[axis.divided_by].axis
         counts = self._items(by)
         parts = np.zeros(int(counts.sum()), np.int64)
-        parts[self._there(by)] = np.diff(self._found.axis(number)[2])
+        _, _, there = self._found.axis(number)
+        assert there is not None
+        parts[self._there(by)] = np.diff(there)
         first = np.cumsum(counts) - counts
         gone = self._torn & (counts > 0)
         parts[first[gone]] = lengths[gone]  # all in one of them, so that they add up
