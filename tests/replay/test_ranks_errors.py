@@ -269,9 +269,7 @@ def test_a_group_on_two_shards_stops_no_job(sharded_stores: Callable[..., list[g
         selection = GroupSampling("group", 4, seed=1)
         rank.all_gather_object(None)
         with gt.Replay(store, selection, B, output="numpy", group=rank, prefetch=0) as replay:
-            with pytest.raises(
-                SplitGroupError, match=r"group 1000 of 'group' has rows in 2 shards \(2 in shard 0, 2 in"
-            ):
+            with pytest.raises(SplitGroupError, match=r"group group=1000 has rows in 2 shards \(2 in shard 0, 2 in"):
                 replay.sample()
             if rank.rank == 0:
                 store.delete(keys[0] + keys[1])

@@ -16,6 +16,7 @@ from geartrain.replay.distributed.rank_group import RankGroup, SingleRank
 from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.distributed.torch_rank_group import as_rank_group
 from geartrain.replay.epochs import check_epochs
+from geartrain.replay.groups import check_grouping
 from geartrain.replay.local_rows import LocalRows
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.step_priorities import check_step_priorities
@@ -48,6 +49,7 @@ def open_builder(
         device=config.device is not None and of_job,
         windows=config.view is not None or config.window is not None,
     )
+    check_grouping(stores, selection, config.batch_size, device=config.device is not None)
     view = config.view or as_windows(config.window)
     check_step_priorities(stores, selection, windows=view is not None, after=0 if view is None else view.needs[1])
 

@@ -14,6 +14,7 @@ from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch_plan import As, FetchPlan, Pad, check_names_of, check_same_schema
+from geartrain.replay.groups import rows_for
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.transitions import TransitionPlan, Transitions
 from geartrain.replay.windows import Windows, as_windows, check_windows
@@ -200,7 +201,9 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
             check_same_schema([samplers[0].plan, plan])
             plan = plan.of_fields(samplers[0].plan.names)  # stores may have them in another order
         limited = store.options["max_times_sampled"] is not None
-        least = (config.batch_size if limited else 1) if config.min_rows is None else config.min_rows
+        least = config.min_rows
+        if least is None:
+            least = rows_for(strategy, config.batch_size) if limited else 1
         transitions = None if view is None else TransitionPlan(view, plan)
         mixed = isinstance(selection, Mixture)
         samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, transitions=transitions, mixed=mixed))

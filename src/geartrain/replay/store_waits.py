@@ -78,8 +78,9 @@ class StoreWaits:
                 f"{n} rows cannot be sampled, and no process is left that could insert more: {self.describe_wait()}"
             ) from store.writers.failure
         except WaitTimeoutError as error:
-            if store.writers.trouble:
-                raise WaitTimeoutError(f"{error}{store.writers.trouble}") from store.writers.failure
+            why = f"{self.describe_groups()}{store.writers.trouble}"
+            if why:
+                raise WaitTimeoutError(f"{error}{why}") from store.writers.failure
             raise
         admission[self] = n
         self.stage = "admitted by the rate limiter"
@@ -128,12 +129,39 @@ class StoreWaits:
             time.sleep(LOOK_EVERY_S)
             self.expire()
 
+    def wait_for_groups(self, few: NotEnoughRowsError, until_s: float) -> None:
+        """Waits a moment, after which the groups are counted again.
+
+        Args:
+            few: what was raised because too few groups can be drawn.
+            until_s: when the wait ends at the latest (`time.monotonic`).
+
+        Raises:
+            WaitTimeoutError: that was before.
+            CallCancelledError: `stopping` said so.
+        """
+        writers = self._store.writers
+        if self.is_stopped():
+            raise CallCancelledError("the replay was stopped while it waited for groups")
+        if time.monotonic() >= until_s:
+            raise WaitTimeoutError(
+                f"too few whole groups within {self.timeout_s:g} s: {few}{writers.trouble}"
+            ) from writers.failure
+        self.stage = "waiting for groups"
+        time.sleep(LOOK_EVERY_S)
+        self.expire()
+
+    def describe_groups(self) -> str:
+        """Names incomplete groups, for the end of an error message; nothing where groups are not drawn."""
+        return ""
+
     def describe_wait(self) -> str:
         """The store's rows, its rate limiter, what this sampler is doing and what its writers lack, for an error."""
         store = self._store
         return (
-            f"the store {store.name!r} has {len(store)} selectable rows of {self.min_rows} wanted; its rate limiter "
-            f"has {store.limiter.state()}; the replay is {self.stage}{store.writers.trouble}"
+            f"the store {store.name!r} has {len(store)} selectable rows of {self.min_rows} wanted"
+            f"{self.describe_groups()}; its rate limiter has {store.limiter.state()}; the replay is {self.stage}"
+            f"{store.writers.trouble}"
         )
 
     def expire(self) -> None:
@@ -147,7 +175,8 @@ class StoreWaits:
             writers = self._store.writers
             why = writers.trouble or ("" if self.rows_may_come() else _ALONE)
             raise NotEnoughRowsError(
-                f"a batch needs {self.min_rows} selectable rows, the store {self._store.name!r} has {count}{why}"
+                f"a batch needs {self.min_rows} selectable rows, the store {self._store.name!r} has {count}"
+                f"{self.describe_groups()}{why}"
             ) from writers.failure
 
 
