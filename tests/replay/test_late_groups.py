@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import geartrain.replay.distributed.draw as draw
 import geartrain.replay.sampler as sampler
 from geartrain.errors import ArgumentError, FieldError, NotEnoughRowsError, SplitGroupError, WaitTimeoutError
 from geartrain.replay.distributed.rank_reader import RankReader
-from geartrain.selection import Candidates, Draw, GroupSampling, Mixture, Traits, Uniform
+from geartrain.selection import Candidates, Draw, GroupSampling, Mixture, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 SIZE = 4
@@ -186,39 +185,47 @@ def test_keys_of_places_without_a_row_are_stale(make_store: Any, clock: Any) -> 
     assert len(gt.fetch(store, there)) == 6
 
 
-class LosesRows:
-    """Deletes the row at some places of a batch once, after it was drawn; then an hour passes."""
+def losing(store: gt.Store, clock: Any, places: list[int]) -> GroupSampling:
+    """Groups of which rows at some places of a batch are deleted, once they were drawn; then an hour passes."""
 
-    def __init__(self, store: gt.Store, clock: Any, inner: GroupSampling, places: list[int]) -> None:
-        self.store, self.clock, self.inner, self.places, self.seed = store, clock, inner, places, 1
-        self.traits = Traits(atom=SIZE)
+    class Loses(GroupSampling):
+        def select(self, candidates: Any, n: int, step: int, *, state: Any = None, redraw: Any = None) -> Draw:
+            drawn = super().select(candidates, n, step, state=state, redraw=redraw)
+            if redraw is None:
+                store.delete(gt.Keys(drawn.rows, drawn.generations)[places])
+                clock.ahead_s += 3600
+            return drawn
 
-    def select(self, candidates: Any, n: int, step: int, *, state: Any = None, redraw: Any = None) -> Draw:
-        drawn = self.inner.select(candidates, n, step, state=state, redraw=redraw)
-        if redraw is None:
-            self.store.delete(gt.Keys(drawn.rows, drawn.generations)[self.places])
-            self.clock.ahead_s += 3600
-        return drawn
+    return Loses("prompt", SIZE, seed=1, **LATE)
 
 
 def test_a_batch_that_is_drawn_again_reuses_what_was_late(make_store: Any, clock: Any) -> None:
-    store, inner = make_store(), GroupSampling("prompt", SIZE, seed=1, **LATE)
+    store = make_store()
     insert_all(store, [(1, 0, 4), (2, 0, 3)])
     clock.ahead_s = 0.0
-    with gt.Replay(store, LosesRows(store, clock, inner, [1]), 4, prefetch=0, output="numpy") as replay:
+    with gt.Replay(store, losing(store, clock, [1]), 4, prefetch=0, output="numpy") as replay:
         with pytest.raises(NotEnoughRowsError, match="1 groups of 4 were asked for, 0 of 2 are whole or late"):
             replay.sample()
-        assert clock.looks == 1
-        insert(store, 1, 1, 4)
         assert clock.looks == 1
 
 
 def test_a_late_group_that_lost_a_row_is_replaced_as_a_whole(make_store: Any, clock: Any) -> None:
-    store, inner = make_store(), GroupSampling("prompt", SIZE, seed=1, **LATE)
+    store = make_store()
     insert_all(store, [(each, 0, 2) for each in range(1, 5)])
-    with gt.Replay(store, LosesRows(store, clock, inner, [4]), 12, prefetch=0, output="numpy") as replay:
+    with gt.Replay(store, losing(store, clock, [4]), 12, prefetch=0, output="numpy") as replay:
         batch = replay.sample()
     assert len(set(groups_in(batch))) == 3 and clock.looks == 1
+
+
+def test_the_priority_of_a_late_group_is_the_sum_of_its_rows(make_store: Any, clock: Any) -> None:
+    store = make_store()
+    insert_all(store, [(1, 0, 4), (2, 0, 2), (3, 0, 1)])
+    rows = Candidates.of_store(store.native, store.column).at(clock())
+    groups = GroupSampling("prompt", SIZE, prioritized=True, **LATE).whole_groups(rows)
+    priority = store.status(store.keys())["priority"]
+    whole, late = groups.priorities / groups.priorities.sum()
+    assert late / whole == pytest.approx(priority[4:6].sum() / priority[:4].sum())
+    assert (groups.generations[1] != 0).tolist() == [True, True, False, False]
 
 
 def test_a_mixture_takes_late_groups(make_store: Any, clock: Any) -> None:
@@ -378,37 +385,32 @@ def test_only_leaders_look_at_a_clock_and_once_a_batch(make_store: Any, clock: A
     assert clock.looks == 2 * 3
 
 
-@pytest.mark.parametrize("loser", [0, 1], ids=["the leader", "another rank"])
-def test_a_rank_that_draws_again_reuses_what_its_leader_found_late(
-    make_store: Any, clock: Any, monkeypatch: pytest.MonkeyPatch, loser: int
+def test_ranks_that_draw_again_reuse_what_their_leader_found_late(
+    make_store: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make_store()
-    insert_all(store, [(1, 0, 4), (2, 0, 4), (3, 0, 3), (4, 0, 4)])
-    clock.ahead_s = 0.0
-    read, turn = RankReader.read, itertools.count()
-    drawn = threading.Barrier(2)
+    insert_all(store, [(1, 0, 4), (2, 0, 4), (3, 0, 3), (4, 0, 3), (5, 0, 2), (6, 0, 3)])
+    read, both, lost = RankReader.read, threading.Barrier(2), []
 
     def loses_and_reads(self: Any, *given: Any) -> Any:
-        drawn.wait(30)
-        if self.members.group.rank == loser and next(turn) == 0:
-            clock.ahead_s = 3600
+        if both.wait(30) == 0:
+            clock.ahead_s = 0.0  # by now no group is late
             (found,) = given[1].found
-            mine = found.rows[found.shard == 0]
-            numbers = store.column("number")[mine]
-            store.delete(gt.Keys(mine, found.generations)[numbers % 4 == 0])  # the first row of each group
-        drawn.wait(30)
+            lost.append(store.delete(gt.Keys(found.rows, found.generations)[[0, SIZE]]))
+        both.wait(30)
         return read(self, *given)
 
     monkeypatch.setattr(RankReader, "read", loses_and_reads)
+    (batch,) = over_ranks([store], 2, GroupSampling("prompt", SIZE, seed=1, **LATE), 8, batches=1)
+    assert lost and any(count < SIZE for _, _, count in batch) and clock.looks == 1
 
-    def body(rank: ThreadRankGroup) -> None:
-        with gt.Replay(store, GroupSampling("prompt", SIZE, seed=1, **LATE), 8, group=rank, prefetch=0) as replay:
-            with contextlib.suppress(NotEnoughRowsError):
-                batch = replay.sample()
-                assert 3 not in batch["prompt"] and (batch.length > 0).all()
 
-    run_ranks(2, body)
-    assert clock.looks == 1
+def test_the_rate_limiter_of_a_shard_counts_the_rows_that_are_there(make_store: Any, clock: Any) -> None:
+    store = make_store()
+    store.limiter.set(min_size_to_sample=1, samples_per_insert=1.0, error_buffer=1000.0)
+    insert_all(store, [(1, 0, 2), (2, 0, 3)])
+    over_ranks([store], 2, GroupSampling("prompt", SIZE, **LATE), 8, batches=1)
+    assert store.stats()["sampled"] == store.limiter.state().samples == 5
 
 
 def test_a_late_group_in_two_shards_is_refused(make_store: Any, clock: Any) -> None:
