@@ -84,8 +84,9 @@ class Replay:
         min_rows: fewest rows to draw from; over several ranks, of all ranks together. With fewer, a batch waits up to
             `timeout_s` if another process has the store open or is about to (`Store.expect_writers`); over several
             ranks only the latter counts. Otherwise `NotEnoughRowsError` is raised at once. A writer thread in this
-            process cannot be seen: use `store.limiter.set(min_size_to_sample=...)` for it. 1 by default; the batch size
-            for a store with `max_times_sampled`, so that no sample is wasted on half a batch.
+            process cannot be seen: use `store.limiter.set(min_size_to_sample=...)` for it. 1 by default. For a
+            store with `max_times_sampled` it is the batch size, or the least rows of a batch of late groups
+            (`GroupSampling(least=...)`), so that no sample is wasted on half a batch.
         threads: threads that copy; by default up to 4 of the cores this process may use.
         timeout_s: longest wait for a batch and for another rank, in seconds. Your own strategy code and `transform` are
             not interrupted.
