@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 import geartrain as gt
 import geartrain.replay.distributed.draw as draw
@@ -17,7 +18,7 @@ import geartrain.replay.sampler as sampler
 from geartrain.errors import ArgumentError, FieldError, NotEnoughRowsError, SplitGroupError, WaitTimeoutError
 from geartrain.replay.distributed.rank_reader import RankReader
 from geartrain.selection import Candidates, Draw, GroupSampling, Mixture, Uniform
-from geartrain.tools.testing import ThreadRankGroup, run_ranks
+from geartrain.tools.testing import SimulatedDevice, ThreadRankGroup, run_ranks
 
 SIZE = 4
 FIELDS = {
@@ -239,6 +240,27 @@ def test_a_mixture_takes_late_groups(make_store: Any, clock: Any) -> None:
     assert (batch.length[:12] > 0).all() and not batch["number"][batch.length == 0].any()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_device_gets_late_groups_staged(make_store: Any, clock: Any, packed: bool) -> None:
+    pytest.importorskip("torch")
+    store, selection = make_store(), GroupSampling("prompt", SIZE, seed=1, **LATE)
+    insert_all(store)
+    device = SimulatedDevice(0)
+    (expected,) = batches_of(store, selection, 32, pad="right")
+    options = gt.DeviceOptions(device, packed=packed)
+    with gt.Replay(store, selection, 32, pad="right", device=options) as replay:
+        batch = replay.sample()
+        device.finish()
+        assert replay.describe()[0]["path"] == "staged"
+    assert batch.length.tolist() == expected.length.tolist() and 0 in batch.length
+    assert batch["prompt"].tolist() == expected["prompt"].tolist()
+    if packed:
+        assert batch.cu_seqlens.diff().tolist() == expected.length.tolist()
+        assert np.array_equal(batch["token"][: batch.cu_seqlens[-1]], expected["token"][expected.mask])
+    else:
+        assert np.array_equal(batch["token"], expected["token"]) and np.array_equal(batch.mask, expected.mask)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -269,7 +291,11 @@ def test_wrong_settings_are_refused_when_the_strategy_is_made(given: dict[str, A
         (GroupSampling("token", SIZE), {}, ArgumentError, "'token' of .* has a value for each step"),
         (GroupSampling("prompt", SIZE, attempt="score"), {}, ArgumentError, "'score' of the store .* is float32"),
         (GroupSampling("prompt", 3), {}, ArgumentError, "batch of 8 rows is not a multiple of groups of 3"),
-        (GroupSampling("prompt", SIZE, **LATE), {"device": "cpu"}, ArgumentError, "late groups.*leave out device"),
+        (GroupSampling("prompt", SIZE, **LATE), {"device": "cpu", "update_lag": 2}, ArgumentError, "leave out device"),
+        (
+            GroupSampling("prompt", SIZE, **LATE), {"device": gt.DeviceOptions("cpu", path="gather")}, ArgumentError,
+            "batches of late groups are staged: leave out path='gather'",
+        ),
     ],
 )  # fmt: skip
 def test_what_a_store_cannot_group_by_is_refused_when_the_replay_is_made(
@@ -322,6 +348,20 @@ def test_a_batch_waits_for_the_rest_of_a_group(make_store: Any) -> None:
         (batch,) = batches_of(store, GroupSampling("prompt", SIZE), 4, timeout_s=30.0)
         timer.join()
     assert groups_in(batch) == [(5, 0, 4)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_wait_for_groups_ends_when_the_replay_is_closed(make_store: Any, prefetch: int) -> None:
+    store = make_store()
+    insert_all(store, [(5, 0, 3)])
+    with store.expect_writers():
+        replay = gt.Replay(store, GroupSampling("prompt", SIZE), 4, prefetch=prefetch, timeout_s=600.0)
+        timer = threading.Timer(0.2, replay.close)
+        timer.start()
+        with pytest.raises(gt.errors.GeartrainError):
+            replay.sample()
+        timer.join(patience(30))
+        assert not timer.is_alive()
 
 
 def test_a_batch_waits_until_a_group_is_late(make_store: Any) -> None:

@@ -336,9 +336,9 @@ class StoreSampler(StoreWaits):
                 try:
                     return self.draw(n, step, state, redraw, began_ns)
                 except NotEnoughRowsError as error:
-                    if redraw is not None or not (self.rows_may_come() or self.awaits_late_groups()):
+                    if redraw is not None:
                         raise
-                    self.wait_for_groups(error, until_s)
+                    self.wait_for_groups(error, until_s, self.rows_may_come() or self.awaits_late_groups())
 
         return draw
 

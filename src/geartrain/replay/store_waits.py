@@ -129,18 +129,22 @@ class StoreWaits:
             time.sleep(LOOK_EVERY_S)
             self.expire()
 
-    def wait_for_groups(self, few: NotEnoughRowsError, until_s: float) -> None:
+    def wait_for_groups(self, few: NotEnoughRowsError, until_s: float, may_come: bool) -> None:
         """Waits a moment, after which the groups are counted again.
 
         Args:
             few: what was raised because too few groups can be drawn.
             until_s: when the wait ends at the latest (`time.monotonic`).
+            may_come: whether there may be more groups by and by.
 
         Raises:
-            WaitTimeoutError: that was before.
+            NotEnoughRowsError: there will be no more.
+            WaitTimeoutError: the end was before.
             CallCancelledError: `stopping` said so.
         """
         writers = self._store.writers
+        if not may_come:
+            raise NotEnoughRowsError(f"{few}{writers.trouble}") from writers.failure
         if self.is_stopped():
             raise CallCancelledError("the replay was stopped while it waited for groups")
         if time.monotonic() >= until_s:

@@ -89,10 +89,10 @@ def _every_group(
     told = np.zeros(4, np.uint64)
     keys, seen, late = np.zeros((0, 1), np.uint64), np.zeros(0, np.uint32), np.zeros(0, np.bool_)
     if groups is not None:
-        if groups.seen_keys is None or groups.seen_counts is None:
+        if groups.seen_keys is None or groups.seen_counts is None or groups.seen_keys.ndim != 2:
             raise ArgumentError(
-                f"{type(strategy).__name__}.whole_groups gives no keys of its groups, by which those of several shards "
-                f"are drawn from"
+                f"{type(strategy).__name__}.whole_groups gives no keys (S, K) of its groups, by which those of several "
+                f"shards are drawn"
             )
         keys, seen, takes_late = groups.seen_keys, groups.seen_counts, groups.seen_late is not None
         late = np.zeros(len(seen), np.bool_) if groups.seen_late is None else groups.seen_late
