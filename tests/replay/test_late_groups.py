@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -160,7 +161,9 @@ def test_the_deadline_runs_from_the_first_row(make_store: Any, clock: Any) -> No
 def test_each_late_group_is_drawn_as_often_as_a_whole_one(make_store: Any, clock: Any) -> None:
     store = make_store()
     insert_all(store, [(1, 0, 4), (2, 0, 2), (3, 0, 3), (4, 0, 4)])
-    drawn = [groups_in(b)[0][0] for b in batches_of(store, GroupSampling("prompt", SIZE, seed=1, **LATE), 4, 800)]
+    selection = GroupSampling("prompt", SIZE, seed=1, **LATE)
+    with gt.Replay(store, selection, 4, output="numpy", num_batches=800) as replay:
+        drawn = [groups_in(batch)[0][0] for batch in replay]  # in recycled memory
     counts = np.bincount(drawn, minlength=5)[1:]
     assert counts.min() > 140 and counts.max() < 260
 
@@ -385,19 +388,16 @@ def sharded(make_store: Any, shards: int, **options: Any) -> list[gt.Store]:
 
 
 def over_ranks(stores: list[gt.Store], ranks: int, selection: Any, n: int, batches: int = 3, **options: Any) -> Any:
-    """Each rank's batches, and the global ones as groups in the order of draws. Rank r has store r % len(stores)."""
+    """The global batches as groups in the order of draws. Rank r has store r % len(stores)."""
     settings = {"output": "numpy", "prefetch": 0, "num_batches": batches, **options}
 
     def body(rank: ThreadRankGroup) -> list[Any]:
         with gt.Replay(stores[rank.rank % len(stores)], selection, n, group=rank, **settings) as replay:
-            return list(replay)
+            # None is kept, so that all are in recycled memory.
+            return [list(zip(batch.draw[::SIZE].tolist(), groups_in(batch), strict=True)) for batch in replay]
 
-    every = run_ranks(ranks, body)
-    made = []
-    for parts in zip(*every, strict=True):
-        groups = [(part.draw[SIZE * i], group) for part in parts for i, group in enumerate(groups_in(part))]
-        made.append([group for _, group in sorted(groups)])
-    return made
+    steps = zip(*run_ranks(ranks, body), strict=True)
+    return [[group for _, group in sorted(itertools.chain(*parts))] for parts in steps]
 
 
 @pytest.mark.parametrize("prioritized", [False, True])
