@@ -157,6 +157,12 @@ class EpisodeRecorder:
         """Ends the episode and keeps its steps, for example when the actor stops."""
         return None if self._steps is None else self._steps.cut()
 
+    def discard(self) -> Keys | None:
+        """Takes back the episode, as `StepRecorder.discard` does: the one in progress or, until the next `begin`, the
+        last one.
+        """
+        return None if self._steps is None else self._steps.discard(0)
+
     def _taken(self, arrays: Mapping[str, Any], index: int | None) -> dict[str, Any]:
         """One environment's values in the shapes and dtypes of the store: as an assignment to a NumPy array has it."""
         if arrays.__class__ is not dict and not isinstance(arrays, Mapping):

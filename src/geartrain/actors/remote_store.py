@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
@@ -384,6 +385,26 @@ class RemoteRecorder:
         rest = self._known()
         return rest if completed is None else completed if rest is None else completed + rest
 
+    def discard(self, env: int) -> Keys | None:
+        """Takes back an episode of one environment. All steps before are recorded when it returns.
+
+        Args:
+            env: as for `StepRecorder.discard`.
+
+        Returns:
+            As `StepRecorder.discard`.
+        """
+        if not 0 <= check_whole("env", env) < self.n_envs:
+            raise ArgumentError(f"env is the index of an environment, 0 to {self.n_envs - 1}; found {env}")
+        self._settle(0)
+        completed, self._completed = self._completed, []
+        try:
+            kept = self._send("discard", {"env": int(env)})
+            self._settle(0)
+            return self._known() if kept is None else kept
+        finally:
+            self._completed = completed + self._completed
+
     def close(self) -> None:
         """Ends all episodes and keeps their steps. Later calls raise."""
         if self._error is None:
@@ -440,7 +461,7 @@ class RemoteRecorder:
             except IndexError:  # a signal's handler has taken it in
                 return
             try:
-                rows, keys = self._result(sent)
+                rows, keys, env = self._result(sent)
             except GeartrainError as error:
                 if self._most or isinstance(
                     error, PeerLostError | ConnectionClosedError | WaitTimeoutError | CallCancelledError
@@ -449,7 +470,7 @@ class RemoteRecorder:
                 raise
             self._rows = rows
             if keys is not None:
-                self._completed.append(unpack(keys))
+                self._completed.append(replace(unpack(keys), env=env))
 
     def _result(self, sent: Future) -> Any:
         """The reply to a step; waits for it, unless the store's `stopping` says otherwise."""

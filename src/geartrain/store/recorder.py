@@ -265,7 +265,7 @@ class StepRecorder:
             version: version of the model that acts.
 
         Returns:
-            Keys of the rows that this completes; None if there are none.
+            Keys of the rows that this completes, with their environments (`Keys.env`); None if there are none.
 
         Raises:
             ArgumentError: an observation is missing.
@@ -311,7 +311,7 @@ class StepRecorder:
                 leading axis and pass Python numbers. Dtypes of the same kind are converted.
 
         Returns:
-            Keys of the rows that this completes; None if there are none.
+            Keys of the rows that this completes, with their environments (`Keys.env`); None if there are none.
 
         Raises:
             FieldError: a field has no values, or there is no such field.
@@ -406,7 +406,7 @@ class StepRecorder:
             mask: (n_envs,) bool: environments whose episodes end; all by default.
 
         Returns:
-            Keys of the rows that this completes; None if there are none.
+            Keys of the rows that this completes, with their environments (`Keys.env`); None if there are none.
 
         Raises:
             WaitTimeoutError, CallCancelledError: as for `step`. The rows are abandoned.
@@ -418,13 +418,40 @@ class StepRecorder:
                 self._native.abandon()
             raise
 
+    def discard(self, env: int) -> Keys | None:
+        """Takes back an episode of one environment, for example a failed demonstration.
+
+        This is the episode of the newest step: the one in progress or, until the next begins, the one that ended last.
+        Steps that were not published are dropped. Rows that can be sampled already are deleted, and the store's rate
+        limiter gets their inserts back. A batch that was drawn before stays as it is.
+
+        After an episode in progress was taken back, the environment is in no episode. Call `reset` with its mask to
+        begin the next one, or leave it out of `mask` until then. After an episode that had ended, `autoreset` begins
+        the next one as usual. With "same_step" that one is in progress already, and stays: an episode without a step
+        has nothing to take back.
+
+        If the process is killed meanwhile, some rows of the episode may stay.
+
+        Args:
+            env: index of the environment, as in `Keys.env`.
+
+        Returns:
+            Keys of rows that hold other episodes as well (`share_rows=True`) and therefore stay, with the episode's
+            published steps; None if there are none. `Store.delete` deletes them with all of their episodes.
+
+        Raises:
+            ArgumentError: there is no such environment.
+            LockTimeoutError: another process holds the store's lock. Call `discard` again.
+        """
+        return self._keys(self._native.discard(self._checked_env(env)))
+
     def close(self) -> None:
         """Ends all episodes and keeps their steps."""
         self.cut()
 
     @property
     def rows(self) -> int:
-        """Number of rows completed so far."""
+        """Number of rows completed so far; rows that `discard` deletes while they grow are none of them."""
         return self._native.rows
 
     @property
@@ -442,18 +469,21 @@ class StepRecorder:
     def priority(self, priority: float | None) -> None:
         self._native.priority = check_priority(priority)
 
-    def in_episode(self, environment: int) -> bool:
+    def in_episode(self, env: int) -> bool:
         """Whether an environment is in an episode.
 
         Args:
-            environment: its index.
+            env: its index.
 
         Raises:
             ArgumentError: there is no such environment.
         """
-        if not 0 <= check_whole("environment", environment) < self.n_envs:
-            raise ArgumentError(f"environments are numbered from 0 to {self.n_envs - 1}, found {environment}")
-        return self._native.in_episode(environment)
+        return self._native.in_episode(self._checked_env(env))
+
+    def _checked_env(self, env: int) -> int:
+        if not 0 <= check_whole("env", env) < self.n_envs:
+            raise ArgumentError(f"env is the index of an environment, 0 to {self.n_envs - 1}; found {env}")
+        return int(env)
 
     def __enter__(self) -> Self:
         return self
@@ -490,15 +520,22 @@ class StepRecorder:
             answer = call(given, False)
         if isinstance(answer, int):
             limiter = self._columns.limiter
-            rows = answer
-            limiter.admit_inserts(rows)
+            inserts = answer
+            limiter.admit_inserts(inserts)
             try:
                 answer = call(given, True)
             except BaseException:
-                limiter.give_back(inserts=rows)
+                limiter.give_back(inserts=inserts)
                 raise
         assert not isinstance(answer, int | str)
-        return None if answer is None else Keys.packed(answer, self._columns.store_id)
+        return self._keys(answer)
+
+    def _keys(self, packed: bytes | None) -> Keys | None:
+        """The keys of rows, with their environments."""
+        if packed is None:
+            return None
+        row, generation, env = np.frombuffer(packed, np.uint32).reshape(3, -1).copy()
+        return Keys.of_rows(row, generation, self._columns.store_id, env=env)
 
 
 class RecorderPriority:

@@ -135,6 +135,11 @@ def remote_step(tools: Tools) -> Door:
     return call, {"reset": seen, "mask": None, "observation": seen, "terminated": no, "truncated": no, **values}
 
 
+@door("RemoteRecorder.discard", env=whole(0, 1))
+def remote_discard(tools: Tools) -> Door:
+    return near(tools).recorder(2, autoreset="disabled", max_in_flight=0).discard, {"env": 1}
+
+
 @door("JobStores", stores=nothing)
 def job_stores(tools: Tools) -> Door:
     return JobStores, {"stores": {"here": tools.enter(episodes(tools))}}

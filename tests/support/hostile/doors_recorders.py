@@ -108,17 +108,19 @@ def differing(tools: Tools) -> Door:
     return one.differing, {"values": {"action": np.zeros(2, np.int64), "reward": np.zeros(2, np.float32)}}
 
 
-@door("StepRecorder, the rest", mask=choice(None), environment=whole(0, 1), priority=PRIORITY)
+@door("StepRecorder, the rest", mask=choice(None), env=whole(0, 1), priority=PRIORITY)
 def recorder_rest(tools: Tools) -> Door:
     one = recorded(tools).recorder(2, autoreset="disabled")
 
-    def call(mask: Any, environment: Any, priority: Any) -> None:
+    def call(mask: Any, env: Any, priority: Any) -> None:
         one.reset(np.zeros((2, 2), np.float32))
-        one.in_episode(environment)
+        one.in_episode(env)
         one.priority = priority
+        one.step(**a_step())
+        one.discard(env)
         one.cut(mask)
 
-    return call, {"mask": None, "environment": 1, "priority": 1.0}
+    return call, {"mask": None, "env": 1, "priority": 1.0}
 
 
 @door("Store.agent_recorder")
@@ -140,6 +142,17 @@ def agents_step(tools: Tools) -> Door:
     no = dict.fromkeys(first, False)
     values = {"action": dict.fromkeys(first, 0), "reward": dict.fromkeys(first, 1.0), "version": 0}
     return call, {"reset": first, "observations": first, "terminated": no, "truncated": no, **values}
+
+
+@door("AgentRecorder.discard", agent=choice("a"))
+def agents_discard(tools: Tools) -> Door:
+    one = recorded(tools).agent_recorder(2)
+
+    def call(agent: Any) -> None:
+        one.reset({"a": np.zeros(2, np.float32)})
+        one.discard(agent)
+
+    return call, {"agent": "a"}
 
 
 @door("AgentRecorder.step, of one agent", terminated=flag)

@@ -131,6 +131,7 @@ def recorder(tools: Tools) -> Subject:
         calls={
             "begin": begin,
             "step": lambda: one.step(values, observation, terminated=True, truncated=False) or begin(),
+            "discard": lambda: one.discard() or begin(),
         },
         close=store.close,
         work=begin,
@@ -148,12 +149,17 @@ def agent_recorder(tools: Tools) -> Subject:
         one.reset(first)
         one.step(first, terminated=no, truncated=no, **values)
 
+    def discard() -> None:
+        one.reset(first)
+        one.discard("a")
+
     step()
     return Subject(
         calls={
             "reset": lambda: one.reset(first),
             "step": step,
             "cut": one.cut,
+            "discard": discard,
             "rows": lambda: one.rows,
             "agents": lambda: one.agents,
         },
@@ -180,6 +186,7 @@ def step_recorder(tools: Tools) -> Subject:
             "step": step,
             "differing": lambda: one.differing({"reward": np.ones(2, np.float32)}),
             "cut": one.cut,
+            "discard": lambda: one.discard(1),
             "rows": lambda: one.rows,
             "in_episode": lambda: one.in_episode(1),
         },
@@ -246,7 +253,7 @@ def remote_recorder(tools: Tools) -> Subject:
         one.step(seen, action=np.zeros(2, np.int64), reward=np.zeros(2), terminated=flags, truncated=flags)
 
     return Subject(
-        calls={"step": step, "cut": one.cut, "rows": lambda: one.rows},
+        calls={"step": step, "cut": one.cut, "discard": lambda: one.discard(0), "rows": lambda: one.rows},
         close=host.close,
         survives=frozenset({"rows"}),
         work=step,
