@@ -65,7 +65,7 @@ class Recorder {
     nb::object problem;
     if (!columns(values_, values, false, &given, &problem) ||
         !columns(observations_, observation, true, &seen, &problem) ||
-        (!final.is_none() && !columns(observations_, final, true, &ends, &problem, "final_observation")) ||
+        (!final.is_none() && !columns(observations_, final, true, &ends, &problem, "final_obs")) ||
         !flags(terminated, &input.terminated, "terminated", &problem) ||
         !flags(truncated, &input.truncated, "truncated", &problem) ||
         (!mask.is_none() && !flags(mask, &input.mask, "mask", &problem))) {

@@ -139,7 +139,7 @@ def test_steps_are_recorded_there_as_here(world: World, max_in_flight: int) -> N
     with gt.Store.create(FIELDS, max_length=6, capacity=64) as here:
         mine = here.recorder(2, autoreset="disabled", publish_every=2)
         theirs = world.remote.recorder(2, autoreset="disabled", publish_every=2, max_in_flight=max_in_flight)
-        assert theirs.observations == mine.observations == ("obs",)
+        assert theirs.obs == mine.obs == ("obs",)
         known, found = steps(mine, 10), steps(theirs, 10)
         known.append(mine.cut())
         found.append(theirs.cut())

@@ -82,7 +82,7 @@ class Episodes:
             reward=np.ones(self.n, np.float32),
             terminated=ends,
             truncated=np.zeros(self.n, bool),
-            final_observation=final if self.mode == "same_step" else None,
+            final_obs=final if self.mode == "same_step" else None,
             mask=mask,
         )
         self.completed += [] if keys is None else [keys]

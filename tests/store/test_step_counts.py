@@ -34,7 +34,7 @@ def step(recorder, ends):
     none = np.zeros(len(ends), np.int64)
     recorder.step(
         none, action=none, reward=none.astype(np.float32), terminated=ends, truncated=np.zeros(len(ends), bool),
-        final_observation=none,
+        final_obs=none,
     )  # fmt: skip
 
 

@@ -264,7 +264,7 @@ class RemoteStore(ServedRows):
         self,
         n_envs: int = 1,
         *,
-        observations: Sequence[str] | None = None,
+        obs: Sequence[str] | None = None,
         publish_every: int | None = None,
         overlap: int = 0,
         priority: float | None = None,
@@ -275,17 +275,17 @@ class RemoteStore(ServedRows):
         """A recorder of the steps of `n_envs` environments in the peer's store.
 
         Args:
-            n_envs, observations, publish_every, overlap, priority, autoreset, zeros: as for `Store.recorder`.
+            n_envs, obs, publish_every, overlap, priority, autoreset, zeros: as for `Store.recorder`.
             max_in_flight: steps that are sent before the first is acknowledged; 0 waits for each.
 
         Raises:
             ArgumentError: an argument does not fit the store.
         """
         options: dict[str, Any] = {"publish_every": publish_every, "overlap": overlap, "priority": priority}
-        if observations is not None and not isinstance(observations, str):
-            check_names_of("observations", observations)
-        if observations is not None:
-            options["observations"] = [observations] if isinstance(observations, str) else list(observations)
+        if obs is not None and not isinstance(obs, str):
+            check_names_of("obs", obs)
+        if obs is not None:
+            options["obs"] = [obs] if isinstance(obs, str) else list(obs)
         if zeros.__class__ is not tuple or zeros:
             options["zeros"] = check_texts("zeros", zeros)
         if autoreset is not None:
@@ -327,14 +327,14 @@ class RemoteRecorder:
 
     Attributes:
         n_envs: number of environments.
-        observations: names of the fields that are observations.
+        obs: names of the fields that are observations.
     """
 
     def __init__(
-        self, remote: Remote, n_envs: int, observations: tuple[str, ...], max_in_flight: int, store: RemoteStore
+        self, remote: Remote, n_envs: int, obs: tuple[str, ...], max_in_flight: int, store: RemoteStore
     ) -> None:
         self._remote = remote
-        self.n_envs, self.observations = n_envs, observations
+        self.n_envs, self.obs = n_envs, obs
         self._most, self._timeout_s = max_in_flight, store.timeout_s
         self._store = store
         self._sent: deque[Future] = deque()
@@ -343,21 +343,21 @@ class RemoteRecorder:
         self._completed: list[Keys] = []
         self._error: GeartrainError | None = None
 
-    def reset(self, observation: Any, *, mask: Any = None, version: int = 0) -> Keys | None:
+    def reset(self, obs: Any, *, mask: Any = None, version: int = 0) -> Keys | None:
         """Begins an episode in every environment. An episode in progress is ended and kept.
 
         Args:
-            observation, mask, version: as for `StepRecorder.reset`.
+            obs, mask, version: as for `StepRecorder.reset`.
         """
-        return self._send("reset", {"observation": _plain(observation), "mask": _plain(mask), "version": version})
+        return self._send("reset", {"obs": _plain(obs), "mask": _plain(mask), "version": version})
 
     def step(
         self,
-        observation: Any,
+        obs: Any,
         *,
         terminated: Any,
         truncated: Any,
-        final_observation: Any = None,
+        final_obs: Any = None,
         mask: Any = None,
         version: int = 0,
         **values: Any,
@@ -365,13 +365,13 @@ class RemoteRecorder:
         """Sends one step of all environments; returns keys of rows that were completed by now.
 
         Args:
-            observation, terminated, truncated, final_observation, mask, version, values: as for `StepRecorder.step`.
+            obs, terminated, truncated, final_obs, mask, version, values: as for `StepRecorder.step`.
         """
         flags = {"terminated": _plain(terminated), "truncated": _plain(truncated), "mask": _plain(mask)}
         given = {name: _plain(value) for name, value in values.items()}
-        given |= {"observation": _plain(observation), "version": version, **flags}
-        if final_observation is not None:
-            given["final_observation"] = _plain(final_observation)
+        given |= {"obs": _plain(obs), "version": version, **flags}
+        if final_obs is not None:
+            given["final_obs"] = _plain(final_obs)
         return self._send("step", given)
 
     def cut(self, mask: Any = None) -> Keys | None:
@@ -393,6 +393,9 @@ class RemoteRecorder:
 
         Returns:
             As `StepRecorder.discard`.
+
+        Raises:
+            ArgumentError: there is no such environment.
         """
         if not 0 <= check_whole("env", env) < self.n_envs:
             raise ArgumentError(f"env is the index of an environment, 0 to {self.n_envs - 1}; found {env}")

@@ -230,7 +230,7 @@ class ServedRecorder:
         self._serving = serving
         self._store = store = serving()
         self._recorder: StepRecorder = store.recorder(n_envs, **options)
-        self.observations = self._recorder.observations
+        self.obs = self._recorder.obs
         self._lock = threading.RLock()
         self._turn = threading.Condition(self._lock)
         self._next = 0
@@ -285,11 +285,11 @@ class ServedRecorder:
 
 @_called("recorder")
 def _recorder(caller: Caller, name: str, n_envs: int, options: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
-    allowed = {"observations", "publish_every", "overlap", "priority", "autoreset", "zeros"}
+    allowed = {"obs", "publish_every", "overlap", "priority", "autoreset", "zeros"}
     if not isinstance(options, dict) or not set(options) <= allowed:
         raise MessageError(f"a recorder has {', '.join(sorted(allowed))}")
     made = ServedRecorder(lambda: _store_of(caller, name), n_envs, options)
-    return caller.keep(made), made.observations
+    return caller.keep(made), made.obs
 
 
 __all__ = ["StoreServer"]

@@ -1,13 +1,13 @@
 """Agent recorder: records agents that join and leave, as in PettingZoo's parallel environments.
 
     with store.agent_recorder(len(env.possible_agents)) as recorder:
-        observations, _ = env.reset(seed=0)
-        recorder.reset(observations)
+        obs, _ = env.reset(seed=0)
+        recorder.reset(obs)
         while env.agents:
-            actions = {agent: policy(observations[agent]) for agent in env.agents}
-            observations, rewards, terminations, truncations, _ = env.step(actions)
+            actions = {agent: policy(obs[agent]) for agent in env.agents}
+            obs, rewards, terminations, truncations, _ = env.step(actions)
             recorder.step(
-                observations, action=actions, reward=rewards, terminated=terminations, truncated=truncations,
+                obs, action=actions, reward=rewards, terminated=terminations, truncated=truncations,
             )
 
 One episode lasts from an agent's first observation to its end. Each agent's episodes go to rows of their own;
@@ -77,11 +77,11 @@ class AgentRecorder(RecorderPriority):
 
     # --- recording --------------------------------------------------------------------------------------------
 
-    def reset(self, observations: ByAgent, *, version: int = 0) -> Keys | None:
+    def reset(self, obs: ByAgent, *, version: int = 0) -> Keys | None:
         """Begins an episode for each agent that has an observation. Episodes in progress are ended and kept.
 
         Args:
-            observations: first observations by agent.
+            obs: first observations by agent.
             version: version of the model that acts.
 
         Returns:
@@ -90,11 +90,11 @@ class AgentRecorder(RecorderPriority):
         Raises:
             ArgumentError: something is not a dict by agent, or there are more agents than the recorder was made for.
         """
-        agents = list(_checked("observations", observations))
+        agents = list(_checked("obs", obs))
         if not agents:
             raise ArgumentError("an episode begins with the observation of at least one agent, found none")
         lanes = self._with_lanes({}, agents)
-        first = self._stacked("observation", observations, lanes)
+        first = self._stacked("obs", obs, lanes)
         keys = self._recorder.reset(first, mask=self._mask(lanes.values()), version=version)
         self._keep(keys)
         left = {agent: lane for agent, lane in self._lanes.items() if lane >= len(agents)}
@@ -104,7 +104,7 @@ class AgentRecorder(RecorderPriority):
         return self._all_completed()
 
     def step(
-        self, observations: ByAgent, /, *, terminated: ByAgent, truncated: ByAgent, version: int = 0, **values: ByAgent
+        self, obs: ByAgent, /, *, terminated: ByAgent, truncated: ByAgent, version: int = 0, **values: ByAgent
     ) -> Keys | None:
         """Records what `env.step` returned, each value by agent.
 
@@ -112,7 +112,7 @@ class AgentRecorder(RecorderPriority):
         does not admit the row of an agent that left, all episodes are abandoned and you must call `reset`.
 
         Args:
-            observations: observations of the agents that are there, or left in this step.
+            obs: observations of the agents that are there, or left in this step.
             terminated, truncated: bool by agent.
             version: version of the model that chose the actions.
             values: action, reward and the other fields, by field and then by agent. Values of agents that arrive in
@@ -130,16 +130,16 @@ class AgentRecorder(RecorderPriority):
             CallCancelledError: the process is stopping.
         """
         given = {"terminated": terminated, "truncated": truncated, **values}
-        for what, by_agent in (("observations", observations), *given.items()):
+        for what, by_agent in (("obs", obs), *given.items()):
             _checked(what, by_agent)
-        acting = {agent: lane for agent, lane in self._lanes.items() if agent in observations}
-        gone = {agent: lane for agent, lane in self._lanes.items() if agent not in observations}
+        acting = {agent: lane for agent, lane in self._lanes.items() if agent in obs}
+        gone = {agent: lane for agent, lane in self._lanes.items() if agent not in obs}
         flags = {"terminated": terminated, "truncated": truncated}
-        ended = {agent for agent in observations if any(_is_set(name, agent, flags[name]) for name in flags)}
-        new = [agent for agent in observations if agent not in acting and agent not in ended]
+        ended = {agent for agent in obs if any(_is_set(name, agent, flags[name]) for name in flags)}
+        new = [agent for agent in obs if agent not in acting and agent not in ended]
         staying = {agent: lane for agent, lane in acting.items() if agent not in ended}
         stacked = {name: self._stacked(name, by_agent, acting) for name, by_agent in given.items()} if acting else {}
-        seen = self._stacked("observation", observations, acting) if acting else None
+        seen = self._stacked("obs", obs, acting) if acting else None
         # The lanes of those that end now are free from the next step on.
         lanes = self._with_lanes(acting, new, [*self._ended.values(), *gone.values()])
         begun = {agent: lanes[agent] for agent in new}
@@ -148,7 +148,7 @@ class AgentRecorder(RecorderPriority):
             del self._lanes[agent]
             self._ended[agent] = lane
         if begun:
-            first = self._stacked("observation", observations, begun)
+            first = self._stacked("obs", obs, begun)
             self._keep(self._recorder.reset(first, mask=self._mask(begun.values()), version=version))
         if acting:
             ends = stacked.pop("terminated"), stacked.pop("truncated")
@@ -165,9 +165,9 @@ class AgentRecorder(RecorderPriority):
         return self._all_completed()
 
     def discard(self, agent: Hashable) -> Keys | None:
-        """Takes back an agent's episode, as `StepRecorder.discard` does: the one in progress, or the last one.
+        """Takes back an agent's episode: the one in progress, or the last one.
 
-        If the agent is observed again, a new episode begins with that observation.
+        `StepRecorder.discard` says what that means. If the agent is observed again, a new episode begins with that observation.
 
         Args:
             agent: the agent, as in `Keys.env`.
@@ -178,6 +178,7 @@ class AgentRecorder(RecorderPriority):
         Raises:
             ArgumentError: the agent is in no episode, and its last one cannot be taken back any more, because another
                 agent has begun one in its place.
+            LockTimeoutError: another process holds the store's lock. Call `discard` again.
         """
         lane = self._lanes.get(agent, self._ended.get(agent))
         if lane is None:
