@@ -212,12 +212,12 @@ def learn(
     curve.point(0, random.mean(), random.min(), random.max())
     screen.print(f"random actions: {random.mean():.1f}")
 
-    new_steps = ROW - OVERLAP - 1  # of each row
-    samples_per_row = chosen.samples_per_step * new_steps
+    row = chosen.samples_per_step * (ROW - OVERLAP - 1)  # samples of the new steps of one
     store.limiter.set(
-        samples_per_insert=samples_per_row,
-        min_size_to_sample=max(1, chosen.first_steps // new_steps),
-        error_buffer=max(20 * samples_per_row, 8 * chosen.batch),
+        samples_per_insert=chosen.samples_per_step,
+        min_size_to_sample=max(1, chosen.first_steps),
+        error_buffer=max(20 * row, 8 * chosen.batch),
+        unit="steps",
     )
     selection = gt.selection.Prioritized(seed=chosen.seed, alpha=0.5, beta=0.5)
     games, policy = functools.partial(make_games, chosen), functools.partial(make_policy, chosen, store.name)

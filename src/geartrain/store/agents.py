@@ -167,7 +167,8 @@ class AgentRecorder(RecorderPriority):
     def discard(self, agent: Hashable) -> Keys | None:
         """Takes back an agent's episode: the one in progress, or the last one.
 
-        `StepRecorder.discard` says what that means. If the agent is observed again, a new episode begins with that observation.
+        `StepRecorder.discard` says what that means. If the agent is observed again, a new episode begins with that
+        observation.
 
         Args:
             agent: the agent, as in `Keys.env`.
