@@ -64,6 +64,9 @@ class Transitions:
     | `batch.start` | (B,) the transition's step |
     | `batch.mask` | (B, frame_stack) which frames of `obs` are real; frames before the row's first are zero |
 
+    If rows repeat steps (`recorder(overlap=k)`), each step is drawn from only one row: the one that has its whole frame
+    stack and n-step sum. k must be at least frame_stack - 1 + n_step - 1.
+
     Args:
         n_step: rewards that are summed, and steps to the next observation; fewer at the end of a row.
         gamma: discount of one step, 0 to 1.
