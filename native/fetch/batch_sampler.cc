@@ -315,6 +315,10 @@ bool BatchSampler::admitted(size_t n, const Step& step, const Supplier& supplier
     fail(ErrorKind::not_enough, settings_.min_rows, " selectable rows are asked for, the store has ",
          store_.committed_count());
   }
+  if (settings_.min_steps != 0 && store_.step_count_up_to(settings_.min_steps) < settings_.min_steps) {
+    if (!step.admitted) return false;
+    fail(ErrorKind::not_enough, settings_.min_steps, " steps are asked for, the store has ", store_.step_count());
+  }
   if (!step.admitted && !store_.admit_samples(n, 0.0)) return false;
   try {
     make(call);

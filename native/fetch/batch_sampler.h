@@ -95,6 +95,7 @@ class BatchSampler {
     bool cursor = false;  // ordered: rows up to the cursor are passed over, and it moves on
     size_t atom = 1;      // rows that stand or fall together: when one of them is lost, all are
     uint64_t min_rows = 1;
+    uint64_t min_steps = 0;
   };
 
   // What changes from batch to batch.

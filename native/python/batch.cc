@@ -367,8 +367,8 @@ void bind_batch(nb::module_& module) {
           "__init__",
           [](Sampler* self, Store& store, const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
              unsigned threads, uint64_t seed, bool by_priority, bool replacement, bool stratified,
-             std::optional<int> order, bool cursor, uint64_t min_rows, bool over_steps, const TransitionView* view,
-             const std::optional<WindowTuple>& windows, size_t atom) {
+             std::optional<int> order, bool cursor, uint64_t min_rows, uint64_t min_steps, bool over_steps,
+             const TransitionView* view, const std::optional<WindowTuple>& windows, size_t atom) {
             BatchSampler::Settings settings{.window = window_plan(window, windows),
                                             .pad_left = pad_left,
                                             .threads = threads,
@@ -380,7 +380,8 @@ void bind_batch(nb::module_& module) {
                                             .transitions = {},
                                             .cursor = cursor,
                                             .atom = atom,
-                                            .min_rows = min_rows};
+                                            .min_rows = min_rows,
+                                            .min_steps = min_steps};
             if (view != nullptr) settings.transitions = *view;
             if (order) {
               settings.form = BatchSampler::Form::ordered;
@@ -390,8 +391,9 @@ void bind_batch(nb::module_& module) {
           },
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("fields"), nb::arg("window"), nb::arg("pad_left"),
           nb::arg("threads"), nb::arg("seed"), nb::arg("by_priority"), nb::arg("replacement"), nb::arg("stratified"),
-          nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"), nb::arg("over_steps") = false,
-          nb::arg("transitions").none() = nb::none(), nb::arg("windows").none() = nb::none(), nb::arg("atom") = 1)
+          nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"), nb::arg("min_steps"),
+          nb::arg("over_steps") = false, nb::arg("transitions").none() = nb::none(),
+          nb::arg("windows").none() = nb::none(), nb::arg("atom") = 1)
       .def("sample", &Sampler::sample, nb::arg("n"), nb::arg("step"), nb::arg("limits").none(), nb::arg("cursor"),
            nb::arg("admitted"), nb::arg("beta").none(), nb::arg("rows").none(), nb::arg("anchors").none(),
            nb::arg("into").none() = nb::none(), nb::arg("first") = 0)

@@ -13,7 +13,8 @@
 
 namespace geartrain {
 
-uint64_t Store::remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations) {
+uint64_t Store::remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                       std::span<uint8_t> removed) {
   ensure_client();
   check_rows(rows);
   uint64_t stale = 0;
@@ -22,8 +23,10 @@ uint64_t Store::remove(std::span<const uint32_t> rows, std::span<const uint32_t>
     Sums sums(*this);
     for (size_t i = 0; i < rows.size(); ++i) {
       const uint64_t word = words()[rows[i]].load(kRelaxed);
-      if (generation_of(word) != generations[i] || status()[rows[i]].state != RowState::committed ||
-          !is_committed(word)) {
+      const bool gone = generation_of(word) != generations[i] || status()[rows[i]].state != RowState::committed ||
+                        !is_committed(word);
+      if (!removed.empty()) removed[i] = !gone;
+      if (gone) {
         ++stale;
         continue;
       }

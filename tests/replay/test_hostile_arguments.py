@@ -131,6 +131,7 @@ REPLAY: dict[str, Callable[[Any], bool]] = {
     "output": lambda value: isinstance(value, str) and value in ("torch", "numpy"),
     "num_batches": whole(0, 2**63 - 1, none=True),
     "min_rows": whole(1, 2**32, none=True),
+    "min_steps": whole(1, 2**63 - 1, none=True),
     "threads": whole(1, 4096, none=True),
     "timeout_s": scalar(0, most=1e9),
     "update_lag": whole(2, 2048, none=True),  # and `prefetch` is 2

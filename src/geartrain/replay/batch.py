@@ -46,6 +46,8 @@ class Batch(_WeaklyReferable):
         importance_weights: (B,) float64; None unless the strategy has them (`Prioritized(beta=...)`).
         step: number of the batch; None for a fetch by key.
         draw: (B,) int64, number of each row in the global batch; None if one rank has all of it.
+        context: (B,) int32, steps at the start of each row or window that repeat the row before (`overlap`); None for
+            transitions, if the store's rows repeat no steps, and if `fields=` leaves out "geartrain.repeats".
         cu_seqlens: (B + 1,) int32, where each row's steps begin in packed fields, which are (steps, ...) without a
             mask; None for padded windows.
 

@@ -48,6 +48,7 @@ class ReplayOptions(TypedDict, total=False):
     output: As
     num_batches: int | None
     min_rows: int | None
+    min_steps: int | None
     threads: int | None
     timeout_s: float
     update_lag: int | None
@@ -84,6 +85,7 @@ class ReplayConfig:
     output: As = "torch"
     num_batches: int | None = None
     min_rows: int | None = None
+    min_steps: int | None = None
     threads: int | None = None
     timeout_s: float = 60.0
     inputs: Sequence[str] | None = None
@@ -100,10 +102,11 @@ class ReplayConfig:
             ("batch_size", self.batch_size, 1, MAX_DRAWS),
             ("prefetch", self.prefetch, 0, MAX_PREFETCH),
             ("min_rows", self.min_rows, 1, 2**32),
+            ("min_steps", self.min_steps, 1, 2**63 - 1),
             ("num_batches", self.num_batches, 0, 2**63 - 1),
             ("update_lag", self.update_lag, 0, MAX_UPDATE_LAG),
         ):
-            if value is None and what in ("min_rows", "num_batches", "update_lag"):
+            if value is None and what in ("min_rows", "min_steps", "num_batches", "update_lag"):
                 continue
             number = check_whole(what, value)
             if number < least:
@@ -206,7 +209,17 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
             least = rows_for(strategy, config.batch_size) if limited else 1
         transitions = None if view is None else TransitionPlan(view, plan)
         mixed = isinstance(selection, Mixture)
-        samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, transitions=transitions, mixed=mixed))
+        samplers.append(
+            StoreSampler(
+                plan,
+                strategy,
+                least,
+                config.timeout_s,
+                transitions=transitions,
+                mixed=mixed,
+                min_steps=config.min_steps or 0,
+            )
+        )
     return samplers
 
 

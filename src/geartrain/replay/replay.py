@@ -87,6 +87,8 @@ class Replay:
             process cannot be seen: use `store.limiter.set(min_size_to_sample=...)` for it. 1 by default. For a
             store with `max_times_sampled` it is the batch size, or the least rows of a batch of late groups
             (`GroupSampling(least=...)`), so that no sample is wasted on half a batch.
+        min_steps: the same in steps (`Store.num_steps`), for example 10_000 steps of the environments before the first
+            gradient step. No minimum by default. In a mixture, `min_rows` and `min_steps` are those of each store.
         threads: threads that copy; by default up to 4 of the cores this process may use.
         timeout_s: longest wait for a batch and for another rank, in seconds. Your own strategy code and `transform` are
             not interrupted.
@@ -163,6 +165,7 @@ class Replay:
         output: As = "torch",
         num_batches: int | None = None,
         min_rows: int | None = None,
+        min_steps: int | None = None,
         threads: int | None = None,
         timeout_s: float = 60.0,
         update_lag: int | None = None,
@@ -190,6 +193,7 @@ class Replay:
             output=output,
             num_batches=num_batches,
             min_rows=min_rows,
+            min_steps=min_steps,
             threads=threads,
             timeout_s=timeout_s,
             inputs=inputs,

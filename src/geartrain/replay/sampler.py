@@ -82,7 +82,7 @@ class StoreSampler(StoreWaits):
     Args:
         plan: store and fields to fetch.
         strategy: chooses the rows.
-        min_rows, timeout_s, stopping: as in `StoreWaits`.
+        min_rows, timeout_s, stopping, min_steps: as in `StoreWaits`.
         transitions: transitions to gather instead of windows.
         mixed: whether this sampler fills part of a mixture's batches.
 
@@ -107,8 +107,9 @@ class StoreSampler(StoreWaits):
         stopping: Callable[[], bool] | None = None,
         transitions: TransitionPlan | None = None,
         mixed: bool = False,
+        min_steps: int = 0,
     ) -> None:
-        super().__init__(plan.store, min_rows, timeout_s, stopping)
+        super().__init__(plan.store, min_rows, timeout_s, stopping, min_steps)
         self.plan = plan
         self.transitions = transitions
         self.strategy = strategy
@@ -210,7 +211,7 @@ class StoreSampler(StoreWaits):
             result: Any = native(n, step, limits, cursor, False, beta, rows, anchors, into, first)
             if result is None:  # rows, or the rate limiter, have to be waited for
                 self.wait_to_draw(n, admission)
-                self.check_count(len(self.plan.store))
+                self.check_count()
                 self.stage = "drawing and copying rows"
                 result = native(n, step, limits, cursor, True, beta, rows, anchors, into, first)
                 assert result is not None
@@ -439,6 +440,7 @@ class StoreSampler(StoreWaits):
             traits.order,
             traits.cursor,
             self.min_rows,
+            self.min_steps,
             traits.over_steps,
             None if self.transitions is None else self.transitions.native,
             None if plan.windows is None or self.transitions is not None else plan.windows.native,

@@ -47,12 +47,14 @@ class Windows:
 
     If steps are drawn and not rows (`Uniform(over="steps")`, `Epochs(over="steps")`, `Prioritized` with
     priority_per="step"), the drawn step is the anchor, and keys name it. `whole` and `stride` then restrict which steps
-    are drawn.
+    are drawn. If rows repeat steps (`recorder(overlap=k)`), each step is then drawn from only one row: the one that has
+    the rest of its window. k must be at least length - 1.
 
     Args:
         length: steps of a window.
         at: which window of a row: "any" one drawn uniformly, "start" its first `length` steps, "end" its last,
-            "episode" the first `length` steps of the drawn step's episode, or a function `at(keys, lengths, random)`.
+            "episode" the first `length` steps of the drawn step's episode in that row (an `Epochs` pass has an episode
+            once for each row that it spans), or a function `at(keys, lengths, random)`.
             The function gets the keys of many rows, how many steps each has (n,), and a random number below 1 for each
             (n,), and returns the anchors (n,). It runs where batches are built: on the prefetch thread, and on every
             rank for the rows that it reads.

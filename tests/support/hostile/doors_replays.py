@@ -110,7 +110,7 @@ def transitions(tools: Tools) -> Door:
         view = gt.Transitions(**arguments)
         gt.Replay(there, Uniform(seed=1, over="steps"), 2, view=view, output="numpy", threads=1).close()
 
-    return call, {"n_step": 1, "gamma": 0.9, "frame_stack": 1, "observations": None, "hindsight": None}
+    return call, {"n_step": 1, "gamma": 0.9, "frame_stack": 1, "obs": None, "hindsight": None}
 
 
 @door("Hindsight", k=whole(0, 2**31 - 1))

@@ -54,7 +54,10 @@ class CommonError(Exception):
 
 
 class TooFewRowsError(CommonError):
-    """Store number `store` has fewer than `min_rows` selectable rows. All ranks know, and can wait for more."""
+    """Store number `store` has fewer rows than `min_rows`, or steps than `min_steps`.
+
+    All ranks know, and can wait for more.
+    """
 
     def __init__(self, error: NotEnoughRowsError, store: int) -> None:
         super().__init__(error)
@@ -150,7 +153,14 @@ class ShardedSampler:
             group.size,
             fingerprint,
             [
-                (sampler.plan.store.native, sampler.traits.by_priority, by_totals, store.leaders, sampler.min_rows)
+                (
+                    sampler.plan.store.native,
+                    sampler.traits.by_priority,
+                    by_totals,
+                    store.leaders,
+                    sampler.min_rows,
+                    sampler.min_steps,
+                )
                 for sampler, by_totals, store in zip(samplers, self._by_totals, members.stores, strict=True)
             ],
             any(sampler.traits.importance for sampler in samplers),
@@ -241,7 +251,7 @@ class ShardedSampler:
 
         Raises:
             RanksDisagreeError: a rank has another configuration or is at another step.
-            TooFewRowsError: a store has fewer than `min_rows` selectable rows.
+            TooFewRowsError: a store has fewer rows than `min_rows`, or steps than `min_steps`.
         """
         agreed = self._agree(step, updates, quotas, state, exchange)
         status, changed = self._status_in(agreed), agreed.changed
@@ -263,18 +273,18 @@ class ShardedSampler:
                         name = f"after/{store.of_rank[rank]}"
                         state[number][name] = max(state[number].get(name, 0), used)
         for number, count in enumerate(counts):
-            self.check_count(number, count)
+            self.check_count(number, count, agreed.steps[number])
         return ShardTotals(counts, state, totals, offers)
 
-    def check_count(self, number: int, count: int) -> None:
-        """Raises `TooFewRowsError` if a store has too few selectable rows on all ranks together."""
+    def check_count(self, number: int, count: int, steps: int) -> None:
+        """Raises `TooFewRowsError` if a store has too few rows, or steps, on all ranks together."""
         sampler = self.samplers[number]
-        if count < sampler.min_rows:
+        if count < sampler.min_rows or steps < sampler.min_steps:
             name = sampler.plan.store.name
             raise TooFewRowsError(
                 NotEnoughRowsError(
-                    f"{sampler.min_rows} selectable rows are asked for, the ranks have {count} together (the store of "
-                    f"this one is {name!r})"
+                    f"{sampler.wanted} are asked for, the ranks have {count}"
+                    f"{f' and {steps}' if sampler.min_steps else ''} together (the store of this one is {name!r})"
                 ),
                 number,
             )

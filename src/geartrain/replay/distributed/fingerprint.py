@@ -38,6 +38,7 @@ def describe_job(
         if plan.windows is not None and not plan.windows.plain:
             job[f"windows{which}"] = _as_text(plan.windows)
         job[f"min_rows{which}"] = int(part.min_rows)
+        job[f"min_steps{which}"] = int(part.min_steps)
         if part.step_plan is not None:
             steps = part.step_plan  # of rows as long as they can be in every shard
             job[f"steps{which}"] = list(steps if steps.after else steps[:4])

@@ -384,7 +384,8 @@ class RankReader:
         if read.refusal == "disagree":
             self._agreed.check_ranks(read.status, step)
         elif read.refusal == "few rows":
-            self._agreed.check_count(read.refused_store, read.rows[read.refused_store])
+            store = read.refused_store
+            self._agreed.check_count(store, read.rows[store], read.steps[store])
         raise CommonError(
             EmptyStoreError(
                 "no selectable row has a priority above zero"
