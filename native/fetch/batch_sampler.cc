@@ -50,7 +50,8 @@ BatchArrays BatchArrays::part(const Store& store, uint32_t window, const Transit
                               size_t n) const {
   BatchArrays out;
   for (const FetchField& field : fields) {
-    out.fields.push_back({field.field, field.out + first * fetched_row_bytes(store, field.field, window)});
+    const uint64_t row_bytes = fetched_row_bytes(store, field.field, window, field.steps);
+    out.fields.push_back({field.field, field.out + first * row_bytes, field.steps});
   }
   for (size_t i = 0; i < transitions.size(); ++i) {
     TransitionField field = transitions[i];
@@ -386,14 +387,20 @@ DrawPlan BatchSampler::plan(const Step& step, uint32_t round, size_t rows) const
   if (settings_.stratified) plan.strata = static_cast<uint32_t>(rows);
   if (settings_.over_steps) plan.max_steps = store_.header().max_length;
   if (settings_.over_steps || from_.row_steps != 0) {
-    // The last step has none after it; a whole window needs as many as it is long.
-    const uint32_t need = settings_.transitions ? 1 : settings_.window.need();
-    const bool before = from_.row_steps != 0 && !settings_.transitions && !settings_.window.from_first;
-    (before ? plan.skip : plan.need) = need;
+    // The last step has none after it; a whole window needs as many as it is long. Over steps the first step of what is
+    // needed is drawn, else the anchor.
+    if (settings_.transitions) {
+      plan.need = 1;
+    } else if (from_.row_steps != 0) {
+      plan.skip = settings_.window.need_before();
+      plan.need = settings_.window.need_after();
+    } else {
+      plan.need = settings_.window.need();
+    }
     if (settings_.over_steps && !settings_.transitions) plan.stride = settings_.window.stride;
     if (from_.repeats) plan.needs = settings_.transitions ? settings_.transitions->needs() : settings_.window.needs();
     const bool numbered = settings_.over_steps && !settings_.transitions;
-    if (plan.needs.after != 0 && numbered) plan.shift = settings_.window.first_anchor();
+    if (plan.needs.after != 0 && numbered) plan.shift = settings_.window.need_before();
   }
   return plan;
 }
@@ -439,8 +446,8 @@ uint64_t BatchSampler::draw(const Step& step, size_t n, uint32_t round, std::spa
            "repairs nothing. Open the store for writing, which does");
     }
   }
-  if (plan.finds_steps(from_) && !settings_.transitions && !settings_.window.from_first) {
-    for (uint32_t& each : draws.steps.first(numbers.size())) each += plan.need;  // the last step of what was drawn
+  if (plan.finds_steps(from_) && !settings_.transitions) {
+    for (uint32_t& each : draws.steps.first(numbers.size())) each += settings_.window.need_before();
   }
   if (failed != 0) fail(ErrorKind::corrupt, failed, " draws found no row; store.audit() tells what is wrong");
   return 0;

@@ -105,8 +105,9 @@ RankReader::RankReader(Settings settings, std::vector<ShardView> shards, const A
     std::vector<uint64_t> bytes;
     for (size_t i = 0; i < shard.fields.size(); ++i) {
       if (shard.fields[i] >= store.header().field_count) fail(ErrorKind::schema, "no field number ", shard.fields[i]);
-      bytes.push_back(view ? view->row_bytes(store.fields()[shard.fields[i]], view->roles[i])
-                           : fetched_row_bytes(store, shard.fields[i], settings_.window.length));
+      bytes.push_back(
+          view ? view->row_bytes(store.fields()[shard.fields[i]], view->roles[i])
+               : fetched_row_bytes(store, shard.fields[i], settings_.window.length, settings_.window.steps_of(i)));
     }
     const size_t steps = view                           ? view->frame_stack
                          : settings_.window.length != 0 ? settings_.window.length
@@ -605,14 +606,17 @@ void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std
     for (size_t i = 0; i < part.of.size(); ++i) {
       const uint32_t read = found[part.of[i]];
       if (copied.torn[i] != 0) torn[read] = 1;
-      part.target->headers[part.places[i]] = {.row = part.asked.rows[i],
-                                              .generation = part.asked.generations[i],
-                                              .shard = static_cast<uint32_t>(number),
-                                              .length = copied.lengths[i],
-                                              .start = copied.starts[i],
-                                              .steps = copied.steps[i],
-                                              .version = copied.versions[i],
-                                              .probability = draws.probability[reads.draws[read]]};
+      part.target->headers[part.places[i]] = {
+          .row = part.asked.rows[i],
+          .generation = part.asked.generations[i],
+          .shard = static_cast<uint32_t>(number),
+          .length = copied.lengths[i],
+          .start = copied.starts[i],
+          .steps = copied.steps[i],
+          .anchor = part.asked.ends.empty() || settings_.window.of_episodes() ? copied.starts[i] : part.asked.ends[i],
+          .reserved = 0,
+          .version = copied.versions[i],
+          .probability = draws.probability[reads.draws[read]]};
     }
   }
   if (store.header().max_times_sampled == 0) return;
@@ -668,7 +672,8 @@ void RankReader::copy_on_host(const ShardView& shard, const Target& target, cons
   }
   std::vector<FetchField> fields;
   for (size_t i = 0; i < consumer.arrays.size(); ++i) {
-    fields.push_back({shard.fields[consumer.arrays[i]], target.arrays[i]});
+    const uint32_t array = consumer.arrays[i];
+    fields.push_back({shard.fields[array], target.arrays[i], settings_.window.steps_of(array)});
   }
   RowMetadata found(n, steps_);
   FetchRequest request;
@@ -760,8 +765,8 @@ void RankReader::place(const Target& own, std::span<const uint32_t> places, cons
 
 void RankReader::settle(std::span<const RowHeader> headers, const BatchArrays& batch,
                         std::span<uint16_t> shards) const {
-  const bool left = settings_.view || (settings_.window.length != 0 && settings_.pad_left);
-  const bool from_first = settings_.view || settings_.window.from_first;
+  const WindowPlan& window = settings_.window;
+  const bool left = settings_.view || (window.length != 0 && settings_.pad_left);
   for (size_t i = 0; i < headers.size(); ++i) {
     const RowHeader& header = headers[i];
     batch.rows[i] = header.row;
@@ -770,15 +775,16 @@ void RankReader::settle(std::span<const RowHeader> headers, const BatchArrays& b
     batch.starts[i] = header.start;
     batch.lengths[i] = header.length;
     batch.versions[i] = header.version;
-    if (!batch.steps.empty()) {
-      const int64_t behind = from_first ? 0 : std::max(int64_t{header.steps} - 1, int64_t{0});
-      batch.steps[i] = static_cast<uint32_t>(header.start + behind);
-    }
+    if (!batch.steps.empty()) batch.steps[i] = static_cast<uint32_t>(header.anchor);
     shards[i] = static_cast<uint16_t>(header.shard);
     const size_t count = std::clamp<int64_t>(header.steps, 0, static_cast<int64_t>(steps_));
     uint8_t* const mask = batch.mask.data() + i * steps_;
     std::memset(mask, 0, steps_);
-    std::memset(mask + (left ? steps_ - count : 0), 1, count);
+    const auto missing = static_cast<int64_t>(steps_ - count);
+    int64_t at = left ? missing : 0;
+    if (window.in_place)
+      at = std::clamp<int64_t>(window.steps_before() + int64_t{header.start} - header.anchor, 0, missing);
+    std::memset(mask + at, 1, count);
   }
 }
 

@@ -35,10 +35,12 @@ namespace geartrain {
 struct RowHeader {
   uint32_t row, generation, shard;
   int32_t length, start, steps;  // steps: real ones in the window
+  int32_t anchor;                // the step that the window was placed by, or the transition's
+  uint32_t reserved;
   int64_t version;
   double probability;
 };
-static_assert(sizeof(RowHeader) == 40 && offsetof(RowHeader, version) == 24);
+static_assert(sizeof(RowHeader) == 48 && offsetof(RowHeader, version) == 32);
 
 class RankReader {
  public:

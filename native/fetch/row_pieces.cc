@@ -82,6 +82,7 @@ void check_pieces(const Store& store, const PieceRequest& request) {
     if (field.field >= store.header().field_count) {
       fail(ErrorKind::schema, "field number ", field.field, " is beyond the store's ", store.header().field_count);
     }
+    if (field.steps != nullptr) fail(ErrorKind::schema, "a piece is a whole window");
   }
   for (uint32_t row : rows.rows) {
     if (row >= store.header().capacity) {

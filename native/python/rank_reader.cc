@@ -317,6 +317,7 @@ nb::dict wire_records() {
                                                   {"length", "<i4", offsetof(RowHeader, length)},
                                                   {"start", "<i4", offsetof(RowHeader, start)},
                                                   {"steps", "<i4", offsetof(RowHeader, steps)},
+                                                  {"anchor", "<i4", offsetof(RowHeader, anchor)},
                                                   {"version", "<i8", offsetof(RowHeader, version)},
                                                   {"probability", "<f8", offsetof(RowHeader, probability)}});
   made["rank_status"] = record(sizeof(RankStatus), {{"fingerprint", "<i8", offsetof(RankStatus, fingerprint)},

@@ -48,6 +48,12 @@ def futex_wait(words: NDArray[Any], seen: int, timeout_s: float, /) -> bool: ...
 def futex_wake(words: NDArray[Any], /) -> None: ...
 def forks() -> int: ...
 def window_ends(seed: int, step: int, round: int, numbers: _U32, lengths: _I32, /) -> _I32: ...
+
+# Places in the window of the steps that a field takes, and whether the batch has an axis for them.
+_FieldSteps = tuple[Sequence[int], bool] | None
+# stride, whole, from_first, at, after, in_place, steps of each field
+_Windows = tuple[int, bool, bool, int, int, bool, Sequence[_FieldSteps]]
+
 def fetch(
     store: Store,
     rows: _U32,
@@ -59,9 +65,8 @@ def fetch(
     threads: int,
     out: Sequence[Any] | None,
     places: _U32 | None = None,
-    from_first: bool = False,
     within_episodes: bool = False,
-    whole_episodes: bool = False,
+    windows: _Windows | None = None,
 ) -> tuple[list[NDArray[Any]], NDArray[np.uint8], NDArray[np.bool_], _I32, _I32, _I64, int]: ...
 def row_pieces(
     store: Store,
@@ -99,6 +104,7 @@ class SampledBatch:
         shards: bool,
         transitions: TransitionView | None = None,
         mask: bool = True,
+        windows: _Windows | None = None,
     ) -> None: ...
     def __len__(self) -> int: ...
     def placed_in(self, memory: NDArray[np.uint8]) -> SampledBatch: ...
@@ -127,9 +133,7 @@ class SampledBatch:
     def set_importance(self, first: int, weights: NDArray[np.float64], /) -> None: ...
 
 class RowFetcher:
-    def __init__(
-        self, store: Store, fields: Sequence[int], window: int, pad_left: bool, threads: int, from_first: bool
-    ) -> None: ...
+    def __init__(self, store: Store, fields: Sequence[int], window: int, pad_left: bool, threads: int) -> None: ...
     def fetch(self, rows: _U32, generations: _U32) -> tuple[SampledBatch, int]: ...
 
 # rows, generations, probability, steps, whether these are all rows of the batch
@@ -153,7 +157,7 @@ class BatchSampler:
         min_steps: int,
         over_steps: bool = False,
         transitions: TransitionView | None = None,
-        windows: tuple[int, bool, bool, int] | None = None,
+        windows: _Windows | None = None,
         atom: int = 1,
     ) -> None: ...
     def sample(
@@ -328,7 +332,7 @@ class RankReader:
         pad_left: bool,
         threads: int,
         in_order: bool,
-        windows: tuple[int, bool, bool, int] | None,
+        windows: _Windows | None,
         view: TransitionView | None,
         replica: int | None,
     ) -> None: ...
@@ -379,7 +383,9 @@ class Assigner:
 def draw_targets(
     seed: int, step: int, distinct: bool, attempt: int, numbers: _U32, strata: int, total: int, /
 ) -> _U64: ...
-def empty_batch(store: Store, n: int, fields: Sequence[int], window: int, /) -> list[NDArray[Any]]: ...
+def empty_batch(
+    store: Store, n: int, fields: Sequence[int], window: int, windows: _Windows | None = None
+) -> list[NDArray[Any]]: ...
 
 class Inserter:
     def __init__(self, store: Store, names: list[str], /) -> None: ...

@@ -127,6 +127,7 @@ REPLAY: dict[str, Callable[[Any], bool]] = {
     "fields": lambda value: value is None or value == ["x"],
     "window": whole(1, 2**31 - 1, none=True),
     "pad": lambda value: isinstance(value, str) and value in ("left", "right"),
+    "first_only": lambda value: isinstance(value, (list, tuple)) and all(name == "x" for name in value),
     "prefetch": whole(0, 1024),
     "output": lambda value: isinstance(value, str) and value in ("torch", "numpy"),
     "num_batches": whole(0, 2**63 - 1, none=True),

@@ -44,6 +44,7 @@ class ReplayOptions(TypedDict, total=False):
     fields: Sequence[str] | None
     window: int | Windows | None
     pad: Pad
+    first_only: Sequence[str]
     prefetch: int
     output: As
     num_batches: int | None
@@ -81,6 +82,7 @@ class ReplayConfig:
     fields: Sequence[str] | None = None
     window: int | Windows | None = None
     pad: Pad = "left"
+    first_only: Sequence[str] = ()
     prefetch: int = 2
     output: As = "torch"
     num_batches: int | None = None
@@ -121,6 +123,7 @@ class ReplayConfig:
         check_number("timeout_s", self.timeout_s, "from 0 to 1e9 seconds", least=0)
         if self.timeout_s > 1e9:
             raise ArgumentError(f"timeout_s must be from 0 to 1e9 seconds, found {self.timeout_s}")
+        check_names_of("first_only", self.first_only)
         for what, names in (("fields", self.fields), ("inputs", self.inputs), ("targets", self.targets)):
             if names is not None:
                 check_names_of(what, names)
@@ -152,6 +155,8 @@ class ReplayConfig:
             raise ArgumentError(f"a view is a geartrain.Transitions, found {view!r}")
         if self.window is not None or self.pad != "left":
             raise ArgumentError("a view places its own windows: leave out window and pad")
+        if self.first_only:
+            raise ArgumentError("a transition has no window whose first step could be taken: leave out first_only")
         if self.device is not None:
             raise ArgumentError("views are built in host memory: leave out device, and move batches with batch.to()")
         if self.inputs is not None or self.targets is not None:
@@ -199,7 +204,7 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
             if window is None:  # whole rows are whole episodes there
                 window, pad = Windows(store.max_length, at="episode"), "right"
                 check_windows(window, store, strategy)
-        plan = FetchPlan.make(store, fields, window, pad, config.output, config.threads)
+        plan = FetchPlan.make(store, fields, window, pad, config.output, config.threads, config.first_only)
         if samplers:
             check_same_schema([samplers[0].plan, plan])
             plan = plan.of_fields(samplers[0].plan.names)  # stores may have them in another order

@@ -72,9 +72,13 @@ class Replay:
         batch_size: rows of a batch; over several ranks, of the global batch that they divide.
         fields: names of the fields to read; all by default.
         window: steps of each row. A window ends at a step that is drawn uniformly, and holds nothing later. Pass
-            `geartrain.Windows` for windows at a row's start or end, with a stride, or where a function says. By default
-            whole rows; in rows with several episodes, the drawn step's whole episode.
-        pad: side on which short windows are padded, "left" or "right".
+            `geartrain.Windows` for windows at a row's start or end, with a stride, where a function says, or with
+            offsets of steps for each field. By default whole rows; in rows with several episodes, the drawn step's
+            whole episode.
+        pad: side on which short windows are padded, "left" or "right". Not with offsets, whose steps keep their places.
+        first_only: names of fields of which batches have the first step of each window alone, (B, ...) instead of
+            (B, W, ...), such as a recurrent state. It is the step `batch.start`, never padding. Only this step is
+            copied.
         prefetch: number of batches to prepare ahead on a background thread. 0 builds each batch when you ask for it, so
             it sees every earlier priority update. With n, a batch may have been drawn up to n steps ago. Batches that
             take less than about 50 us are built on demand in any case, because waking the thread would cost more. So
@@ -161,6 +165,7 @@ class Replay:
         fields: Sequence[str] | None = None,
         window: int | Windows | None = None,
         pad: Pad = "left",
+        first_only: Sequence[str] = (),
         prefetch: int = 2,
         output: As = "torch",
         num_batches: int | None = None,
@@ -189,6 +194,7 @@ class Replay:
             fields=fields,
             window=window,
             pad=pad,
+            first_only=first_only,
             prefetch=prefetch,
             output=output,
             num_batches=num_batches,

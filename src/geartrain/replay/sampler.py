@@ -418,18 +418,18 @@ class StoreSampler(StoreWaits):
     @functools.cached_property
     def batch_sampler(self) -> _native.BatchSampler:
         """The native sampler, which draws, places, copies and redraws."""
-        return self._sampler_of(self.plan.numbers)
+        return self._sampler_of(self.plan)
 
     @functools.cached_property
     def _row_sampler(self) -> _native.BatchSampler:
         """The same of rows that a transfer copies, so that it has no fields."""
-        return self._sampler_of([])
+        return self._sampler_of(self.plan.of_fields([]))
 
-    def _sampler_of(self, fields: list[int]) -> _native.BatchSampler:
-        plan, traits = self.plan, self.traits
+    def _sampler_of(self, plan: FetchPlan) -> _native.BatchSampler:
+        traits = self.traits
         return _native.BatchSampler(
             plan.store.native,
-            fields,
+            plan.numbers,
             plan.window,
             plan.pad_left,
             plan.threads,
@@ -443,7 +443,7 @@ class StoreSampler(StoreWaits):
             self.min_steps,
             traits.over_steps,
             None if self.transitions is None else self.transitions.native,
-            None if plan.windows is None or self.transitions is not None else plan.windows.native,
+            None if self.transitions is not None else plan.native_windows,
             self.atom,
         )
 
@@ -451,7 +451,8 @@ class StoreSampler(StoreWaits):
         """A batch of n rows to be sampled into, in recycled memory."""
         plan, view = self.plan, self.transitions
         native = None if view is None else view.native
-        return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, shards, native)
+        steps = None if view is not None else plan.native_steps
+        return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, shards, native, True, steps)
 
     def empty_rows(self, n: int) -> _native.SampledBatch:
         """The same of rows of several stores that a transfer copies: metadata alone."""

@@ -90,6 +90,11 @@ def windows(tools: Tools) -> Door:
     return gt.Windows, {"length": 2, "at": "any", "anchor": "last", "stride": 1, "whole": False}
 
 
+@door("Windows, offsets")
+def windows_with_offsets(tools: Tools) -> Door:
+    return lambda steps: gt.Windows(offsets={"x": steps}), {"steps": [0, 2]}
+
+
 @door("Windows, what a function returns")
 def windows_at(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))

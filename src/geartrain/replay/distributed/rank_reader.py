@@ -192,7 +192,7 @@ class RankReader:
             plan.pad_left,
             plan.threads,
             config.assignment == "ordered",
-            None if plan.windows is None or view is not None else plan.windows.native,
+            None if view is not None else plan.native_windows,
             None if view is None else view.native,
             None if me is None or not me.fields else me.replica,
         )
@@ -268,7 +268,8 @@ class RankReader:
         """Recycled memory for n rows of this rank's batch."""
         plan, view = self.plan, self.samplers[0].transitions
         native = None if view is None else view.native
-        return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, True, native)
+        steps = None if view is not None else plan.native_steps
+        return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, True, native, True, steps)
 
     def build(
         self, step: int, updates: list[PriorityUpdate], quotas: Sequence[int]
