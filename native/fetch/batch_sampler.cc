@@ -547,7 +547,7 @@ uint64_t BatchSampler::gather_short_atoms(const BatchArrays& out, const DrawnRow
     out.versions[number] = 0;
     if (mask_steps != 0) std::ranges::fill(out.mask.subspan(number * mask_steps, mask_steps), uint8_t{0});
     for (const FetchField& field : out.fields) {
-      const uint64_t bytes = fetched_row_bytes(store_, field.field, settings_.window.length);
+      const uint64_t bytes = fetched_row_bytes(store_, field.field, settings_.window.length, field.steps);
       std::memset(field.out + number * bytes, 0, bytes);
     }
   }
