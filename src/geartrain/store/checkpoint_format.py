@@ -39,6 +39,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,22 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     sync_directory(path.parent)
+
+
+def put_json(path: Path, content: dict[str, Any], unfinished: Path) -> None:
+    """Writes content as `write_json` does, under another name first: the file is whole, old or new, at any time.
+
+    Raises:
+        OSError: it cannot be written. The unfinished file is removed.
+    """
+    try:
+        write_json(unfinished, content)
+        unfinished.replace(path)
+        sync_directory(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
 
 
 def make_directory(directory: Path) -> None:

@@ -31,7 +31,7 @@ from geartrain.core.schema import (
     schema_difference,
     stored_schema,
 )
-from geartrain.core.shared_files import Trust, shared_files
+from geartrain.core.shared_files import Trust, leftovers
 from geartrain.errors import (
     ArgumentError,
     FieldError,
@@ -249,7 +249,7 @@ def peek(name: str, trust: Trust = "user", *, timeout_s: float = 1.0) -> _native
 def _stores_here(wanted: str) -> str:
     if "/" in wanted:
         return ""
-    names = [path.name.removeprefix(_PREFIX) for path in shared_files(f"{_PREFIX}*")]
+    names = [path.name.removeprefix(_PREFIX) for path in leftovers(f"{_PREFIX}*")]
     named = [name for name in names if not is_anonymous(name)]
     return (
         f". The stores here are {some_of(named)}{did_you_mean(wanted, named)}" if named else ". There is no store here"
