@@ -108,6 +108,28 @@ def naming_errors(doing: str, path: Path, kind: type[GeartrainError] = StoreIOEr
         raise kind(what + advice(error)) from error
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A block that reads a user's file: the system's errors name it."""
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(error.errno, f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A block that writes a user's file: the system's errors name it, and a new file that is not whole is removed."""
+    there = os.path.lexists(path)
+    try:
+        yield
+    except OSError as error:
+        if not there:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise type(error)(error.errno, f"{path} cannot be written: {error.strerror or error}") from error
+
+
 def advice(error: OSError) -> str:
     """What helps against an error of the system, to be put behind its text; empty where nothing is known."""
     if error.errno != errno.EMFILE:

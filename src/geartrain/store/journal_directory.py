@@ -309,12 +309,22 @@ class JournalDirectory:
         on: _Readers,
         repair: bool,
     ) -> None:
+        with naming_errors("cannot read the journal's file", self.segment_path(number), JournalError):
+            self._read_named_segment(found, number, last, verify, on, repair)
+
+    def _read_named_segment(
+        self,
+        found: JournalContents,
+        number: int,
+        last: bool,
+        verify: bool,
+        on: _Readers,
+        repair: bool,
+    ) -> None:
         path = self.segment_path(number)
         segment = Segment(number)
-        try:
-            fd = os.open(path, (os.O_RDWR if repair else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:  # its writer may have removed it meanwhile
-            raise JournalError(f"{path} cannot be read: {error.strerror}") from None
+        # Its writer may have removed it meanwhile.
+        fd = os.open(path, (os.O_RDWR if repair else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             size = os.fstat(fd).st_size
             first = found.next_number if found.segments else None

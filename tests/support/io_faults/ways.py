@@ -6,25 +6,40 @@ lost.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import typer.testing
 
 import geartrain as gt
 import geartrain.core.counters as counters
+import geartrain.replay.distributed.checkpoint as checkpoint_of_job
 import geartrain.weights as weights
+from geartrain.errors import GeartrainError
 from geartrain.integrations import export_store, import_dataset
 from geartrain.store import checkpoint_series as series
+from geartrain.tools.cli import app
 
 Way = Generator[Callable[[], object], BaseException | None, None]
 WAYS: dict[str, Callable[[Path], Way]] = {}
 #: Ways whose errors may be bare ones of the system, as documented.
 OS_ERRORS = {"export_npz", "export_npy", "export_parquet", "export_minari", "export_lerobot"}
+#: Ways that take a second, for they start a process or write many files.
+SLOW = {"export_minari", "import_minari", "export_lerobot"}
+#: Ways of which some calls fail, and not all: these, and commands.
+DEAR = set(SLOW)
 
-FIELDS = {"x": gt.Field((3,), "float32"), "id": gt.Field((), "int64", per_row=True)}
+FIELDS = {
+    "x": gt.Field((3,), "float32"),
+    "number": gt.Field((), "float32"),
+    "flag": gt.Field((), "bool"),
+    "id": gt.Field((), "int64", per_row=True),
+}
 STEPS = 4
+OF_MINARI = {"obs": "x", "action": "x", "reward": "number", "terminated": "flag", "truncated": "flag"}
 
 
 def way(function: Callable[[Path], Way]) -> Callable[[Path], Way]:
@@ -43,7 +58,8 @@ def made(name: str | Path = "rows", rows: int = 3, **options: Any) -> gt.Store:
 def put(store: gt.Store, ids: Any) -> None:
     """Inserts rows of these numbers."""
     numbers = np.asarray(list(ids))
-    store.insert({"x": np.full((len(numbers), STEPS, 3), numbers[:, None, None], np.float32), "id": numbers})
+    x = np.full((len(numbers), STEPS, 3), numbers[:, None, None], np.float32)
+    store.insert({"x": x, "number": x[..., 0], "flag": x[..., 0] < 0, "id": numbers})
 
 
 def check(store: gt.Store, ids: Any) -> None:
@@ -266,6 +282,19 @@ def load_job(disk: Path) -> Way:
         act()
 
 
+@way
+def newest_step(disk: Path) -> Way:
+    with made() as store:
+        gt.save_checkpoint(store, disk / "run", step=1)
+    found: list[int | None] = []
+
+    def act() -> None:
+        found.append(checkpoint_of_job.newest_step(disk / "run"))
+
+    error = yield act
+    assert (found if error is None else [1]) == [1]  # never "no step", by which a job would begin anew
+
+
 # --- journals ---------------------------------------------------------------------------------------------------------
 
 
@@ -371,15 +400,44 @@ def import_(disk: Path) -> Way:
     def act() -> None:
         import_dataset(source, str(disk / "rows.gt"), progress=False).close()
 
-    def look() -> None:
-        with gt.Store.open(disk / "rows.gt", mode="r") as store:
-            x = gt.fetch(store, store.keys(), output="numpy")["x"]
-            assert x.ravel().tolist() == list(range(60))
-
     if (yield act) is not None:
         assert not (disk / "rows.gt").exists()
         act()
-    look()
+    with gt.Store.open(disk / "rows.gt", mode="r") as store:
+        x = gt.fetch(store, store.keys(), output="numpy")["x"]
+        assert x.ravel().tolist() == list(range(60))
+
+
+def _import(disk: Path, name: str, **options: Any) -> Way:
+    with made() as store:
+        export_store(store, disk / name, progress=False, **{"fields": "x", **options})
+
+    def act() -> None:
+        with import_dataset(disk / name, "found", progress=False) as found:
+            x = gt.fetch(found, found.keys(), output="numpy")["obs" if "obs" in found.fields else "x"]
+            assert x[:, 0, 0].tolist() == [0, 1, 2]
+
+    yield act
+
+
+@way
+def import_npy(disk: Path) -> Way:
+    yield from _import(disk, "rows", format="npy")
+
+
+@way
+def import_parquet(disk: Path) -> Way:
+    yield from _import(disk, "rows.parquet")
+
+
+@way
+def import_minari(disk: Path) -> Way:
+    yield from _import(disk, "rows", format="minari", fields=OF_MINARI, repeat_last_obs=True)
+
+
+@way
+def import_lerobot(disk: Path) -> Way:
+    yield from _import(disk, "rows", format="lerobot", fps=10)
 
 
 def _export(disk: Path, name: str, **options: Any) -> Way:
@@ -419,12 +477,12 @@ def export_parquet(disk: Path) -> Way:
 
 @way
 def export_minari(disk: Path) -> Way:
-    yield from _export(disk, "rows", format="minari")
+    yield from _export(disk, "rows", format="minari", fields=OF_MINARI, repeat_last_obs=True)
 
 
 @way
 def export_lerobot(disk: Path) -> Way:
-    yield from _export(disk, "rows", format="lerobot", fps=10)
+    yield from _export(disk, "rows", format="lerobot", fields="x", fps=10)
 
 
 # --- weights, counters ------------------------------------------------------------------------------------------------
@@ -494,4 +552,119 @@ def count(disk: Path) -> Way:
     yield act
 
 
-__all__ = ["OS_ERRORS", "WAYS"]
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+class RefusedError(GeartrainError):
+    """A command has printed one line that says why not, and ended with another code than 0."""
+
+
+def command(*words: str | Path) -> None:
+    """Runs `geartrain`. Raises `RefusedError`, or what the command let through."""
+    done = typer.testing.CliRunner().invoke(app, [str(word) for word in words])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    if done.exit_code:
+        assert re.fullmatch(r"error: [^\n]*\n", done.stderr), done.stderr
+        raise RefusedError(done.stderr)
+
+
+def of_command(function: Callable[[Path], Way]) -> Callable[[Path], Way]:
+    """Adds one of `WAYS` and `DEAR`."""
+    DEAR.add(function.__name__)
+    return way(function)
+
+
+def _look(disk: Path, *words: str | Path) -> Way:
+    with made(journal=disk / "journal", journal_sync_s=0.0) as store:
+        store.save(disk / "checkpoint")
+        gt.save_checkpoint(store, disk / "run", step=1)
+        with weights.Publisher("pi") as publisher, counters.SharedCounters.create("job", 2, ["steps"]):
+            publisher.publish(1, {"w": np.ones(10, np.float32)})
+            yield lambda: command(*words)
+        check(store, range(3))
+
+
+@of_command
+def inspect(disk: Path) -> Way:
+    yield from _look(disk, "inspect")
+
+
+@of_command
+def inspect_rows(disk: Path) -> Way:
+    yield from _look(disk, "inspect", "rows", "--rows", "2")
+
+
+@of_command
+def inspect_audit(disk: Path) -> Way:
+    yield from _look(disk, "inspect", "rows", "--audit")
+
+
+@of_command
+def inspect_checkpoint(disk: Path) -> Way:
+    yield from _look(disk, "inspect", disk / "checkpoint")
+
+
+@of_command
+def inspect_job(disk: Path) -> Way:
+    yield from _look(disk, "inspect", disk / "run")
+
+
+@of_command
+def inspect_journal(disk: Path) -> Way:
+    yield from _look(disk, "inspect", disk / "journal")
+
+
+@of_command
+def top(disk: Path) -> Way:
+    yield from _look(disk, "top", "--once", "--every-s", "0.1")
+
+
+@of_command
+def remove(disk: Path) -> Way:
+    made().close(keep=True)
+    error = yield lambda: command("remove", "rows")
+    if error is not None:
+        command("remove", "rows")
+
+
+@of_command
+def checkpoint(disk: Path) -> Way:
+    store = made()
+    error = yield lambda: command("checkpoint", "rows", disk / "saved")
+    if error is not None:
+        command("checkpoint", "rows", disk / "saved")
+    check_saved(disk / "saved" / series.LATEST, range(3))
+    store.close()
+
+
+@of_command
+def import_command(disk: Path) -> Way:
+    source = _dataset(disk / "data.npz")
+    words = ("import", source, "--into", disk / "rows.gt", "--quiet")
+    if (yield lambda: command(*words)) is not None:
+        command(*words)
+    with gt.Store.open(disk / "rows.gt", mode="r") as store:
+        assert len(store) == 5
+
+
+@of_command
+def export_command(disk: Path) -> Way:
+    with made():
+        words = ("export", "rows", disk / "rows.npz", "--quiet", "--overwrite")
+        if (yield lambda: command(*words)) is not None:
+            command(*words)
+
+
+@of_command
+def trace(disk: Path) -> Way:
+    (disk / "trace.json").write_text("[]")
+    yield lambda: command("trace", disk / "trace.json", "--out", disk / "joined.json")
+
+
+@of_command
+def plan(disk: Path) -> Way:
+    yield lambda: command("plan", "ranks", "--hosts", "2", "--json", disk / "plan.json")
+
+
+__all__ = ["DEAR", "OS_ERRORS", "SLOW", "WAYS"]
