@@ -47,7 +47,7 @@ import numpy as np
 
 from geartrain.core.json_values import parse_json
 from geartrain.core.schema import Field, stored_schema
-from geartrain.core.shared_files import FULL
+from geartrain.core.shared_files import naming_errors
 from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_directory import HeldDirectory
 from geartrain.store.checkpoint_manifest import check_manifest
@@ -190,18 +190,14 @@ def make_directory(directory: Path) -> None:
     """Makes a directory and its missing parents, each flushed to disk.
 
     Raises:
-        CheckpointError: it cannot be made, but for a full disk, which is an `OSError`.
+        CheckpointError, NoSpaceError: it cannot be made.
     """
     if directory.is_dir():
         return
     make_directory(directory.parent)
-    try:
+    with naming_errors("cannot create the directory", directory, CheckpointError):
         directory.mkdir(exist_ok=True)
         sync_directory(directory.parent)
-    except OSError as error:
-        if error.errno in FULL:
-            raise
-        raise CheckpointError(f"cannot create the directory {directory}: {error.strerror}") from error
 
 
 def sync_directory(directory: Path) -> None:

@@ -291,8 +291,9 @@ def newest_step(disk: Path) -> Way:
     def act() -> None:
         found.append(checkpoint_of_job.newest_step(disk / "run"))
 
-    error = yield act
-    assert (found if error is None else [1]) == [1]  # never "no step", by which a job would begin anew
+    if (yield act) is not None:
+        act()
+    assert found == [1]  # never "no step", by which a job would begin anew
 
 
 # --- journals ---------------------------------------------------------------------------------------------------------

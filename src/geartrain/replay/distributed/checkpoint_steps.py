@@ -78,10 +78,20 @@ class StepRecord(NamedTuple):
 Steps = dict[tuple[int, str], StepRecord]
 
 
-def scan_steps(root: Path) -> tuple[Steps, list[str]]:
-    """The records on this disk, and error texts of the records that cannot be used."""
+def scan_steps(root: Path, *, newest: bool = False) -> tuple[Steps, list[str]]:
+    """The records on this disk, and error texts of the records that cannot be used.
+
+    Args:
+        root: directory of the steps.
+        newest: the caller takes the newest step. A disk that cannot read a newer one's record must not hide that step.
+
+    Raises:
+        CheckpointError: the directory cannot be listed; with `newest`, the disk cannot read a record that is newer than
+            all others.
+    """
     steps: Steps = {}
     damaged: list[str] = []
+    unread = (-1, "")
     for place in step_paths(root):
         for path in _listed(place, "replay*.json"):  # none if the whole step is being removed
             try:
@@ -91,8 +101,11 @@ def scan_steps(root: Path) -> tuple[Steps, list[str]]:
                 continue  # it was just removed, or renamed
             except OSError as error:
                 damaged.append(f"{path} cannot be read: {error.strerror}")
+                unread = max(unread, (step_number(place), damaged[-1]))
             except CheckpointError as error:
                 damaged.append(str(error))
+    if newest and unread[0] > max((number for number, _ in steps), default=-1):
+        raise CheckpointError(f"{unread[1]}. Read it again, or name an older step to load: step=...")
     return steps, damaged
 
 
