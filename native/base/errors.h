@@ -32,6 +32,7 @@ enum class ErrorKind {
   lock_timeout,
   corrupt,
   untrusted_store,
+  io,
   os,
   // between processes
   argument,
