@@ -98,7 +98,10 @@ def as_dtype(dtype: object) -> Dtype:
         except (TypeError, ValueError):
             raise SchemaError(_unknown_dtype(dtype)) from None
         if not as_numpy.isnative:
-            raise SchemaError(f"dtype {as_numpy!r} is not in this machine's byte order")
+            raise SchemaError(
+                f"dtype {as_numpy.str!r} is not in this machine's byte order: store {as_numpy.name!r} and convert "
+                f"arrays with .astype({as_numpy.name!r})"
+            )
         name = as_numpy.name
     if name in _AMBIGUOUS:
         in_numpy, in_torch = _AMBIGUOUS[name]
