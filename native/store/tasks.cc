@@ -556,8 +556,7 @@ size_t Tasks::drop(uint32_t task, std::span<const ClaimedRow> rows) {
 bool Tasks::drop_locked(uint32_t row, uint32_t generation) {
   if (!under_way(row) || generation_of(store_.words()[row].load(kRelaxed)) + 1 != generation) return false;
   Woken woken(*this);
-  drop_row(row, woken);
-  table_->dropped.fetch_add(1, kRelaxed);
+  drop_row(row, woken);  // counted as deleted
   return true;
 }
 

@@ -81,6 +81,12 @@ class Partial:
 
     Attributes:
         items: numbers of the items that something was appended to, in order.
+
+    Examples:
+        >>> from geartrain.store.claims import Partial
+        >>> partial = Partial({0: 2}, frozenset({0}), {"ids": {0: [7, 8]}})
+        >>> partial.items, partial.lengths, partial["ids"]
+        ((0,), {0: 2}, {0: [7, 8]})
     """
 
     def __init__(
@@ -141,6 +147,9 @@ class ClaimedRow:
 
     def __getitem__(self, name: str) -> Any:
         """The row's value of a field of the tasks before: (m, ...) with an axis, (...) without; strings as they are.
+
+        Args:
+            name: the field.
 
         Raises:
             FieldError: there is no such field, or it may not be there yet.
@@ -251,6 +260,17 @@ class Claim(PackedFields):
     Attributes:
         keys: the rows' keys. They stay valid until the rows are freed.
         task: name of the task.
+
+    Examples:
+        >>> import geartrain as gt
+        >>> tasks = {"sum": gt.Task({"y": gt.Field((), "int64")}), "train": gt.Task(after="sum")}
+        >>> store = gt.Store.create({"x": gt.Field(("n",), "int64")}, tasks=tasks, capacity=8, span_bytes=100_000)
+        >>> _ = store.insert({"x": [[1, 2], [3]]})
+        >>> with store.claim("sum", 8, output="numpy") as claim:
+        ...     skipped = claim.put(y=[int(row["x"].sum()) for row in claim])
+        >>> claim["x"].tolist(), claim.lengths("n").tolist(), len(store)
+        ([1, 2, 3], [2, 1], 2)
+        >>> store.close()
     """
 
     def __init__(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: Named states of a row, as `Store.status` reports them.
 ROW_STATES = ("free", "writing", "committed", "exhausted", "open", "under_way")
-OPEN = ROW_STATES.index("open")
+OPEN, UNDER_WAY = ROW_STATES.index("open"), ROW_STATES.index("under_way")
 _SELECTABLE = (ROW_STATES.index("committed"), OPEN)
 
 
@@ -286,6 +286,8 @@ class StoreHandle:
         keys = self.keys() if keys is None else check_keys(keys)
         keys.check_store(self.id, self._name)
         infos = dict(self.native.infos(keys.row))
+        if self.plan is not None:  # a row under way has the key that it will be committed with
+            infos["generation"] = infos["generation"] + (infos["state"] == UNDER_WAY).astype(np.uint32)
         if self.per_step and keys.step is not None:
             if (keys.step >= self.max_length).any():
                 raise SchemaError(f"step {keys.step.max()} is beyond the {self.max_length} steps that a row can have")

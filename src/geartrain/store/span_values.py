@@ -142,6 +142,22 @@ def collect(
     return n, [(numbers[name], values.buffers, values.sizes) for name, values in parsed.items()], lengths
 
 
+def part_of(field: Field, data: Any, rows: slice, ends: NDArray[np.int64] | None) -> Any:
+    """The values of some rows out of those of all rows. `ends`: items before each row of the field's axis, if known."""
+    if getattr(data, "is_nested", False):
+        data = list(data.detach().unbind())
+    if ends is None or not _is_flat(field, data):
+        return data[rows]
+    return data[ends[rows.start] : ends[rows.stop]]
+
+
+def _is_flat(field: Field, data: Any) -> bool:
+    """Whether values of a field with an axis lie one behind the other."""
+    if hasattr(data, "ndim"):
+        return bool(data.ndim == 1 + len(field.shape))
+    return isinstance(data[0], str | bytes) if field.kind != "array" else not _is_of_rows(data)
+
+
 def _rows_of(field: Field, values: _Values) -> int | None:
     """The number of rows that a field's values tell."""
     if field.axis is None:
@@ -285,4 +301,4 @@ def _strings(name: str, field: Field, data: Any) -> _Values:
     return _Values(b"".join(encoded), sizes, rows, len(flat))
 
 
-__all__ = ["Source", "check_names", "collect", "lengths_given"]
+__all__ = ["Source", "check_names", "collect", "lengths_given", "part_of"]
