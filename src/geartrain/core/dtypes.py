@@ -187,7 +187,8 @@ def as_tensor(array: NDArray[Any], dtype: Dtype) -> torch.Tensor:
     if dtype.numpy_name is None:
         array = array.view(f"int{8 * dtype.itemsize}")  # torch.from_numpy knows signed integers of every size
         return torch.from_numpy(array).view(torch_dtype(dtype))
-    return torch.from_numpy(array.view(dtype.numpy_name))  # NumPy has two types of 64-bit integers, torch knows one
+    known = _NUMPY_DTYPES[dtype.name]  # NumPy has two types of 64-bit integers, torch knows one
+    return torch.from_numpy(array if array.dtype is known else array.view(known))
 
 
 #: Types that DLPack, NumPy and torch all have.
