@@ -1234,6 +1234,7 @@ void Tasks::audit(const std::function<void(const std::string&)>& wrong) const {
   for (uint32_t row = 0; row < store_.header().capacity; ++row) {
     const RowState state = store_.status()[row].state;
     way += state == RowState::under_way;
+    if (count_ != 0 && (state == RowState::committed || state == RowState::exhausted)) ++remaining[last()];
     if (due_bit(0, row) != (state == RowState::free)) wrong(message_of({"row ", row, " has a wrong bit of free rows"}));
     for (uint32_t task = 0; task <= count_; ++task) {
       const TaskWord its = word(row, task);
@@ -1254,7 +1255,6 @@ void Tasks::audit(const std::function<void(const std::string&)>& wrong) const {
       due[task] += ready;
       if (due_bit(task, row) != ready) wrong(message_of({"row ", row, " is wrongly due, or not, for task ", task}));
       if (state == RowState::under_way && its.state != TaskState::done) ++remaining[task];
-      if ((state == RowState::committed || state == RowState::exhausted) && task == last()) ++remaining[task];
       if (state == RowState::under_way && task == last() && is_ready(row, task)) {
         wrong(message_of({"row ", row, " is finished and not committed"}));
       }
