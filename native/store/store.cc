@@ -3,7 +3,6 @@
 
 #include "store/store.h"
 #include "store/client_lock.h"
-#include "store/tasks.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -71,7 +70,7 @@ std::unique_ptr<Store> Store::create(const std::string& name, const std::vector<
   control.next_sequence = 1;
   control.free_head = control.free_tail = control.order_head = control.order_tail = kNoRow;
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) store->client(slot).held = kNoRow;
-  if (spans) store->tasks_->clear();
+  if (spans) store->clear_tasks();
   for (uint64_t row = 0; row < header.capacity; ++row) store->put_free_row(static_cast<uint32_t>(row));
   store->join();
   store->mapping_->publish();
@@ -134,17 +133,14 @@ void Store::bind_trees() {
   }
   episodes_field_ = find_episodes_field();
   find_repeats_field();
+  find_last_field();
   content_mask_ = (header().required_features & kContentNumbers) != 0 ? ~uint64_t{0} : 0;
   if (!read_only()) reserve_for_ranking();
   if (per_step()) {
     step_tree_ = PriorityTree(region<std::atomic<uint64_t>>(kStepWordsRegion),
                               region<std::atomic<uint64_t>>(kStepNodesRegion), rows * header().max_length);
   }
-  if (geometry_.tasks != nullptr) {
-    tasks_ = std::make_unique<Tasks>(*this, geometry_.tasks, region<TaskTable>(kTasksRegion),
-                                     region<std::byte>(kSpansRegion), region<std::atomic<uint64_t>>(kTaskWordsRegion),
-                                     region<std::atomic<uint64_t>>(kDueRegion));
-  }
+  if (geometry_.tasks != nullptr) bind_tasks();
   priority_scale_ = std::ldexp(1.0, static_cast<int>(header().priority_fraction_bits));
 }
 
@@ -193,7 +189,7 @@ void Store::shut(bool keep, double timeout_s, Deadline calls_end) {
   // Whoever waits to be admitted looks again. The limiter is another process's memory where the segment was refused.
   if (whole && !read_only() && priority_tree_.leaves() != nullptr) {
     announce(control().limiter);
-    if (tasks_ != nullptr) tasks_->wake_all();
+    if (tasks_ != nullptr) wake_tasks();
   }
   if (!calls_.drain(calls_end)) {
     fail(ErrorKind::lock_timeout, "calls of other threads are still using ", mapping_->path(),
@@ -421,8 +417,11 @@ bool Store::admit_samples(uint64_t n, double timeout_s) {
     fail(ErrorKind::read_only, "the store ", mapping_->path(),
          " has a rate limiter, which counts draws, and mode='r' counts none: open it for writing, or set no limiter");
   }
-  const bool admitted = geartrain::admit_samples(control().limiter, n, control().committed_count, timeout_s,
-                                                 [this] { return calls_.must_end(); });
+  const auto enough = [this](uint64_t least) {
+    return (limited_by_steps() ? step_count_up_to(least) : control().committed_count.load()) >= least;
+  };
+  const bool admitted =
+      geartrain::admit_samples(control().limiter, n, enough, timeout_s, [this] { return calls_.must_end(); });
   if (!admitted) check_open();
   return admitted;
 }

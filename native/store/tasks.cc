@@ -73,6 +73,20 @@ Tasks::Tasks(Store& store, std::shared_ptr<const TaskTable> checked, TaskTable* 
   for (uint32_t task = 0; task <= count_; ++task) layouts_.emplace_back(fields, task);
 }
 
+void Store::bind_tasks() {
+  tasks_ = std::make_shared<Tasks>(*this, geometry_.tasks, region<TaskTable>(kTasksRegion),
+                                   region<std::byte>(kSpansRegion), region<std::atomic<uint64_t>>(kTaskWordsRegion),
+                                   region<std::atomic<uint64_t>>(kDueRegion));
+}
+
+void Store::clear_tasks() {
+  tasks_->clear();
+}
+
+void Store::wake_tasks() const {
+  tasks_->wake_all();
+}
+
 // --- words and bits -------------------------------------------------------------------------------------------
 
 bool Tasks::due_bit(uint32_t task, uint32_t row) const {
@@ -542,8 +556,7 @@ size_t Tasks::drop(uint32_t task, std::span<const ClaimedRow> rows) {
 bool Tasks::drop_locked(uint32_t row, uint32_t generation) {
   if (!under_way(row) || generation_of(store_.words()[row].load(kRelaxed)) + 1 != generation) return false;
   Woken woken(*this);
-  drop_row(row, woken);
-  table_->dropped.fetch_add(1, kRelaxed);
+  drop_row(row, woken);  // counted as deleted
   return true;
 }
 
@@ -1045,11 +1058,27 @@ void Tasks::reap_claims() {
   }
 }
 
+// Rows are between two counts for a moment, which only the lock's holder does not see.
 bool Tasks::is_over(uint32_t task) const {
-  const auto none_left = [&] { return figures(task).remaining.load(kRelaxed) == 0; };
-  if (table_->finished.load(std::memory_order_acquire) == 0 || !none_left()) return false;
-  Store::Guard guard(store_);  // a rebuild makes the counts anew, and an insert has two of them
-  return none_left() && store_.control().writing_count == 0;
+  const auto over = [&] {
+    return table_->finished.load(std::memory_order_acquire) != 0 && figures(task).remaining.load(kRelaxed) == 0 &&
+           store_.control().writing_count == 0;
+  };
+  if (!over()) return false;
+  const Store::Guard guard(store_);
+  return over();
+}
+
+bool Tasks::ends_below(uint64_t rows) {
+  const auto ends = [&] {
+    const Control& c = store_.control();
+    if (table_->finished.load(std::memory_order_acquire) == 0 || c.writing_count != 0) return false;
+    return (count_ == 0 ? store_.committed_count() : figures(last()).remaining.load(kRelaxed) - c.exhausted_count) <
+           rows;
+  };
+  if (!ends()) return false;
+  const Store::Guard guard(store_);
+  return ends();
 }
 
 void Tasks::end_inserts() {

@@ -165,6 +165,16 @@ def test_an_import_does_not_touch_a_store_that_is_there_already() -> None:
         assert len(store) == 2
 
 
+def test_a_destination_that_looks_like_a_file_and_lacks_the_slash_is_told_from_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = f"{store_name()}.gt"
+    with import_dataset(Toy([4, 2]), name, progress=False):
+        assert f"the file in this directory is './{name}'" in caplog.text
+        with pytest.raises(StoreExistsError, match=rf"the file in this directory is '\./{name}'"):
+            import_dataset(Toy([5]), name, progress=False)
+
+
 def test_a_place_where_no_store_can_be_is_refused_before_the_data_is_read(tmp_path: Path) -> None:
     source = Toy([4, 2])
     with pytest.raises(StoreMissingError, match="is no directory"):

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from geartrain import Field, Store
 from geartrain.errors import ArgumentError, MissingDependencyError, SourceError
 from geartrain.integrations import export_store, import_dataset, open_source
+from geartrain.integrations.datasets import array_files
 
 RNG = np.random.default_rng(0)
 OBS = RNG.normal(size=(4, 6, 3)).astype(np.float32)
@@ -68,6 +69,51 @@ def test_array_files_say_the_same_as_arrays(tmp_path: Path) -> None:
     for path in (tmp_path / "data.npz", folder):
         with imported(path) as store:
             assert_rows(store, padded([6, 2, 1, 5]))
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_an_archive_is_read_an_episode_at_a_time(save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(array_files, "_SMALL_BYTES", 0)  # as of archives larger than memory
+    unusual = {"by_columns": np.asfortranarray(OBS), "goal": OBS[:, 0], "big_endian": ACTION.astype(">i4")}
+    save(tmp_path / "data.npz", obs=OBS, action=ACTION, task=TASK, lengths=np.array([6, 2, 1, 5]), **unusual)
+    with imported(tmp_path / "data.npz", untimed="goal") as store:
+        expected = padded([6, 2, 1, 5])
+        for index, episode in enumerate(expected):
+            length = len(episode["obs"])
+            episode |= {"by_columns": OBS[index, :length], "goal": OBS[index, 0]}
+            episode["big_endian"] = ACTION[index, :length].astype(np.int32)
+        assert_rows(store, expected)
+    source = open_source(tmp_path / "data.npz", fields="obs")
+    assert [len(episode.timed["obs"]) for numbers in ([1, 3], [0], [2]) for episode in source.read(numbers)] == [
+        2,
+        5,
+        6,
+        1,
+    ]
+    save(tmp_path / "flat.npz", obs=OBS.reshape(24, 3), ends=np.array([5, 20, 24]))
+    with imported(tmp_path / "flat.npz") as store:
+        assert_rows(store, [{"obs": each} for each in np.split(OBS.reshape(24, 3), [5, 20])])
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_damaged_archive_is_named_also_where_the_damage_is_in_values(
+    save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(array_files, "_SMALL_BYTES", 0)
+    file = tmp_path / "data.npz"
+    obs = RNG.integers(0, 256, (4, 6, 100), np.uint8)
+    save(file, obs=obs)
+    sound, refused = file.read_bytes(), 0
+    begin, end = sound.index(b"NUMPY") if save is np.savez else 60, sound.index(b"PK\x01\x02")
+    for place in np.linspace(begin, end - 1, 40).astype(int).tolist():
+        file.write_bytes(sound[:place] + bytes([sound[place] ^ 4]) + sound[place + 1 :])
+        try:
+            with imported(file) as store:  # some bits of zlib's data mean nothing
+                assert_rows(store, [{"obs": each} for each in obs])
+        except SourceError as error:
+            refused += 1
+            assert f"{file}: array 'obs'" in str(error)
+    assert refused >= 38
 
 
 @pytest.mark.parametrize(

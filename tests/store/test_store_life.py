@@ -47,9 +47,10 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "commit": (ONE, None, None, None),
     "commit_one": (0, 1, 1.0, 0),
     "publish_one": (0, 1, 1.0, 0),
-    "limit": (True, 1.0, 1, 9.0, True),
+    "limit": (True, 1.0, 1, 9.0, True, False),
     "limiter": (),
     "limited": (),
+    "limited_by_steps": (),
     "admit_inserts": (1, 0.0),
     "admit_samples": (1, 0.0),
     "give_back": (1, 1),
@@ -97,12 +98,29 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "clients": (),
     "lock_holder": (),
     "committed_count": (),
+    "step_count": (),
+    "step_count_up_to": (1,),
+    "counted_steps": (0, 1),
     "total_priority": (),
     "next_sequence": (),
     "reap": (),
     "rebuild": (),
     "audit": (),
     "unlink": (),
+    "insert_with_spans": (1, [], np.zeros((1, 1), np.uint32), None, None, 1, 0.0),
+    "claim_rows": (1, 1, 0, 0, 0.0),
+    "release_rows": (1, ONE, ONE, ONE.astype(np.uint16)),
+    "drop_rows": (1, ONE, ONE, ONE.astype(np.uint16)),
+    "owned_rows": (1, ONE, ONE, ONE.astype(np.uint16)),
+    "lengths_of_rows": (ONE, ONE),
+    "write_rows": (0, 1, 0, ONE, ONE, None, [], np.zeros((1, 1), np.uint32), 0, False, None, 1, 0.0),
+    "appended_parts": (1, 0, 1, 1, []),
+    "task_figures": (),
+    "oldest_claim": (1,),
+    "occupancy": (),
+    "ends_below": (1,),
+    "end_inserts": (),
+    "is_over": (1,),
 }
 
 #: What a closed store still tells: what it was, and that it is closed.
@@ -112,12 +130,19 @@ ALLOWED = {"create", "attach", "describe", "close", "closed", "read_only", "time
 READS = {
     "counters", "column", "segment", "layout", "limiter", "limited", "keys", "infos", "lengths", "live_clients",
     "closed_in_order", "clients", "lock_holder",
-    "committed_count", "total_priority", "next_sequence", "unlink", "keep_segment", "journal_state",
+    "committed_count", "step_count", "step_count_up_to", "counted_steps", "limited_by_steps",
+    "total_priority", "next_sequence", "unlink", "keep_segment", "journal_state",
     "new_priority", "max_priority",
 }  # fmt: skip
 
 #: What reads priorities of steps: a store without any says so.
 READS_STEPS = {"step_priorities", "sums_of_steps", "copy_step_priorities"}
+
+#: Of stores with axes or tasks: any other store says that it has none.
+OF_TASKS = {
+    "insert_with_spans", "claim_rows", "release_rows", "drop_rows", "owned_rows", "lengths_of_rows", "write_rows",
+    "appended_parts", "task_figures", "oldest_claim", "occupancy", "ends_below", "end_inserts", "is_over",
+}  # fmt: skip
 
 #: No effect on a store without max_age_s or max_times_sampled.
 NOTHING_TO_DO = {"expire", "release_exhausted"}
@@ -186,6 +211,10 @@ def test_a_read_only_look_refuses_every_call_that_would_write(name, fork):
                     continue
                 if method in READS_STEPS:
                     with pytest.raises(SchemaError, match="priorities of rows"):
+                        call(look.native, method)
+                    continue
+                if method in OF_TASKS:
+                    with pytest.raises(SchemaError, match="neither axes nor tasks"):
                         call(look.native, method)
                     continue
                 with pytest.raises(ReadOnlyStoreError, match="mode='r'"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import threading
 
@@ -260,3 +261,29 @@ def test_threads_may_share_a_handle(name):
         assert store.stats()["inserted"] == 1200
         assert len(set(xs(store))) == len(store) == 64 or store.stats()["deleted"] > 0
         assert store.audit() == []
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_name_that_looks_like_a_file_is_told_from_one(there, tmp_path, monkeypatch, caplog, name):
+    monkeypatch.chdir(tmp_path)
+    if there:
+        (tmp_path / name).touch()
+    else:  # an ending of files
+        name += ".gt"
+    told = rf"the file in this directory is '\./{name}'"
+    for mode in ("r", "rw"):
+        with pytest.raises(StoreMissingError, match=told):
+            gt.Store.open(name, mode=mode)
+    assert not caplog.records
+    with gt.Store.create(name, X, capacity=3):
+        assert [re.search(told, record.getMessage()) is not None for record in caplog.records] == [True]
+        with pytest.raises(StoreExistsError, match=told):
+            gt.Store.create(name, X, capacity=3)
+    with pytest.raises(StoreMissingError) as caught:
+        gt.Store.open(f"./{name}x")
+    assert "this directory" not in str(caught.value)
+
+
+def test_a_name_that_looks_like_none_is_taken_without_a_word(name, caplog):
+    with gt.Store.create(name, X, capacity=3):
+        assert not caplog.records

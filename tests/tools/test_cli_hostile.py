@@ -57,6 +57,8 @@ SENSELESS = {
             *(f"{name}=1" for name in inspect.signature(import_dataset).parameters),
         ),
         "--field": ("no-such", "=", "=obs", "obs=", *WORDS),
+        "--episodes": ("-1", "99999", "1-3", "0:0", "::0", "3:1", ":::", "1,,2", "1,1", *WORDS),
+        "--where": ("length", "length>", ">3", "length==4", "length>99999", "no_such=1", "length=x", *WORDS),
         "--into": ("", "missing/folder/x.gt", "/dev/null/x", "/proc/x.gt", "/tmp", "x" * 300, "a/" * 3000),
         "source": ("/no/such", "/dev/null", "/dev/zero", "/etc", "/proc/self/mem", *WORDS),
     },
@@ -231,7 +233,7 @@ AROUND = {
 }  # fmt: skip
 #: What a refusal is about the world and not about the words: a file or store that is not there or holds something else.
 OPERATING = {
-    *(("import", each) for each in ("source", "--into", "--field", "--option")),
+    *(("import", each) for each in ("source", "--into", "--field", "--episodes", "--where", "--option")),
     *(("export", each) for each in ("store", "path", "--field", "--option")),
     *(("inspect", "name"), ("metrics", "--host"), ("trace", "paths"), ("remove", "name")),
     ("checkpoint", "name"),

@@ -1,18 +1,19 @@
 """Tasks of a store: work that is done once per row, the order of tasks, and the checks of both.
 
 A `RowPlan` is the schema of a store with axes or tasks: all fields with the task that writes each, the named axes with
-the task that sets the lengths of each, and the tasks in the order that segments have, which is that of the user with the
-last task at the end. Task number 0 is the insert.
+the task that sets the lengths of each, and the tasks in the order of segments: the user's, with the last task at the
+end. Task number 0 is the insert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from geartrain.core.arguments import check_flag, did_you_mean, shown, some_of
-from geartrain.core.schema import KINDS, MAX_AXES, MAX_FIELDS, Bytes, Field, Text, check_fields, check_label
+from geartrain.core.schema import KINDS, MAX_AXES, MAX_FIELDS, Field, check_fields, check_label, spanned_field
 from geartrain.errors import SchemaError
 
 MAX_TASKS = 64
@@ -56,7 +57,7 @@ class Task:
         keep_partial: bool = False,
         rewritable: bool = False,
     ) -> None:
-        own = {} if fields is None or fields == {} else check_fields(fields)
+        own = {} if fields is None or (isinstance(fields, Mapping) and not fields) else check_fields(fields)
         names = (after,) if isinstance(after, str) else after
         if not isinstance(names, tuple | list):
             raise SchemaError(f"after is the name of a task, or a tuple of names, found {shown(after)}")
@@ -99,19 +100,31 @@ class RowPlan:
         """A task's number. Raises `SchemaError` for an unknown one."""
         names = list(self.tasks)
         if not isinstance(task, str) or task not in self.tasks:
-            raise SchemaError(f"the store has no task {shown(task)}; it has {some_of(names)}{did_you_mean(task, names)}")
+            raise SchemaError(f"no task {shown(task)} in the store; it has {some_of(names)}{did_you_mean(task, names)}")
         return names.index(task) + 1
 
     def axis(self, name: object) -> int:
         """An axis's number. Raises `SchemaError` for an unknown one."""
         names = [axis.name for axis in self.axes]
         if not isinstance(name, str) or name not in names:
-            raise SchemaError(f"the store has no axis {shown(name)}; it has {some_of(names)}{did_you_mean(name, names)}")
+            raise SchemaError(f"no axis {shown(name)} in the store; it has {some_of(names)}{did_you_mean(name, names)}")
         return names.index(name) + 1
 
-    def fields_of(self, task: int) -> dict[str, Field]:
+    @cached_property
+    def field_numbers(self) -> dict[str, int]:
+        """Numbers of the fields, from 0 on."""
+        return {name: number for number, name in enumerate(self.fields)}
+
+    @cached_property
+    def _by_task(self) -> list[dict[str, Field]]:
+        found: list[dict[str, Field]] = [{} for _ in range(len(self.tasks) + 1)]
+        for name, field in self.fields.items():
+            found[self.writer[name]][name] = field
+        return found
+
+    def fields_of(self, task: int) -> Mapping[str, Field]:
         """The fields that a task writes; 0 is the insert."""
-        return {name: field for name, field in self.fields.items() if self.writer[name] == task}
+        return self._by_task[task]
 
     def in_spans(self, name: str) -> bool:
         """Whether a field's values lie in spans, and not in a column."""
@@ -130,10 +143,27 @@ class RowPlan:
 
         It is the axis that a field of the task divides, else the only axis whose lengths the task sets.
         """
+        return self._appended[task]
+
+    @cached_property
+    def _appended(self) -> list[int]:
+        return [self._appended_by(task) for task in range(len(self.tasks) + 1)]
+
+    def _appended_by(self, task: int) -> int:
         mine = [number for number, axis in enumerate(self.axes, 1) if axis.owner == task]
         divided = [number for number in mine if self.axes[number - 1].divided_by is not None]
         found = divided or mine
         return found[0] if task != 0 and len(found) == 1 else 0
+
+    @cached_property
+    def appendable(self) -> list[tuple[list[str], str | None]]:
+        """Of each task the fields that appends write, and the field that divides their axis."""
+        found: list[tuple[list[str], str | None]] = []
+        for task, number in enumerate(self._appended):
+            axis = self.axes[number - 1] if number else None
+            names = [name for name, field in self._by_task[task].items() if axis and field.axis == axis.name]
+            found.append((names, axis.divided_by if axis else None))
+        return found
 
     def places(self) -> list[tuple[int, int, int, int]]:
         """Of each field the numbers that segments have: axis, task, the axis it divides, kind."""
@@ -173,11 +203,11 @@ def row_plan(fields: Mapping[str, Field], tasks: Mapping[str, Task] | None) -> R
     ordered = _ordered({} if tasks is None else _checked(tasks))
     everything = {name: field.once_a_row() for name, field in own.items()}
     writer = dict.fromkeys(everything, 0)
-    for number, (task, described) in enumerate(ordered.items(), 1):
+    for number, (label, described) in enumerate(ordered.items(), 1):
         for name, field in described.fields.items():
             if name in everything:
                 raise SchemaError(
-                    f"the field {name!r} of the task {task!r} is also one of "
+                    f"the field {name!r} of the task {label!r} is also one of "
                     f"{'the insert' if writer[name] == 0 else f'the task {list(ordered)[writer[name] - 1]!r}'}: give "
                     f"one of them another name"
                 )
@@ -213,16 +243,8 @@ def plan_of_stored(
     found: dict[str, Field] = {}
     writer: dict[str, int] = {}
     for (name, field), (axis, task, divides, kind) in zip(fields.items(), places, strict=True):
-        described = Field.__new__((Field, Bytes, Text)[kind])
-        described._set(
-            field.shape,
-            field.dtype,
-            axis == 0 and kind == 0,
-            axes[axis - 1][0] if axis else None,
-            axes[divides - 1][0] if divides else None,
-            KINDS[kind],
-        )
-        found[name], writer[name] = described, task
+        on, cut = (axes[each - 1][0] if each else None for each in (axis, divides))
+        found[name], writer[name] = spanned_field(field.shape, field.dtype, on, cut, KINDS[kind]), task
     ordered: dict[str, Task] = {}
     for number, (name, after, flags) in enumerate(tasks, 1):
         own = {field: found[field] for field in names if writer[field] == number}

@@ -18,16 +18,26 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from geartrain.core.arguments import check_choice
+from geartrain.core.arguments import check_choice, default_threads
 from geartrain.core.dtypes import count_write
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.device.options import Path
-from geartrain.replay.fetch_plan import As, FetchedRows, FetchPlan, Pad, check_same_schema, fetch_rows
+from geartrain.replay.fetch_plan import (
+    As,
+    FetchedRows,
+    FetchPlan,
+    Pad,
+    check_names_of,
+    check_same_schema,
+    fetch_rows,
+)
 from geartrain.replay.fetchers import fetcher_of
 from geartrain.replay.native_batch import fetched_batch
+from geartrain.replay.packed_batch import fetch_packed
 from geartrain.replay.windows import Windows, as_windows
+from geartrain.store.packed import check_output
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
@@ -77,7 +87,8 @@ def fetch(
         fields: names of the fields to read; all by default.
         window: steps of each row, or `geartrain.Windows`; whole rows by default.
         ends: (n,) last step of each window; by default the step that the key names, or the row's last. The window holds
-            up to `window` steps, never a later one, and never one of another episode in rows of several.
+            up to `window` steps, never a later one, and never one of another episode in rows of several. With
+            `Windows(offsets=...)` the steps that offsets count from.
         starts: (n,) first step of each window, instead of `ends`. By default `Windows(anchor="first")` begins at the
             step that the key names, or the row's first; `Windows(at="episode")` where its episode begins.
         pad: side of the missing steps: "left" or "right". They are zero, and False in the batch's mask.
@@ -91,11 +102,12 @@ def fetch(
             and "copy" pin the segment until the store is closed.
 
     Returns:
-        The batch, (n, ...) in the order of the keys.
+        The batch, (n, ...) in the order of the keys. Rows of a store with axes or tasks are packed, whole, and may be
+        under way; there `window`, `ends`, `starts`, `pad`, `out` and `path` are refused.
 
     Raises:
         StaleKeyError: rows were overwritten or removed since the keys were made, or during the copy.
-        FieldError: the store has no such field.
+        FieldError: the store has no such field, or the task that writes it is not done for some of the rows.
         ArgumentError: keys of another store, or an argument does not fit the store.
         StoreClosedError: the store was closed.
         PinError: path="gather" or "copy", and the segment cannot be pinned.
@@ -122,6 +134,17 @@ def fetch(
         if here or starts is not None or isinstance(window, Windows):
             raise ArgumentError(f"{store!r} supports only fields, window (a number), ends, pad, output and on_stale")
         return store.fetch(keys, fields=fields, window=window, ends=ends, pad=pad, output=output, on_stale=on_stale)
+    if isinstance(store, Store) and store.plan is not None:
+        placed = window is not None or ends is not None or starts is not None or pad != "left"
+        if placed or out is not None or path != "auto":
+            raise ArgumentError(
+                f"the store {store.name!r} has axes, strings or tasks: its rows are read whole into memory of their "
+                f"own. Leave out window, ends, starts, pad, out and path"
+            )
+        if fields is not None:
+            check_names_of("fields", fields)
+        keys.check_store(store.id, store.name)
+        return fetch_packed(store, store.plan, keys, fields, check_output(output), default_threads(threads), on_stale)
     if isinstance(store, Store) and out is None and ends is None and starts is None and path == "auto":
         found = _fetch_plainly(store, keys, fields, window, pad, output, threads)
         if found is not None:
@@ -249,6 +272,10 @@ def _told_windows(window: int | Windows | None, ends: ArrayLike | None, starts: 
         return windows if starts is None or windows is None else Windows(windows.length, anchor="first")
     if window.function is not None or window.stride != 1:
         raise ArgumentError("a fetch draws no windows: leave out stride, and a function as at=")
+    if window.offsets is not None and window.at != "any":
+        raise ArgumentError(
+            f"offsets of a fetch count from `ends`, or from the step that a key names: leave out at={window.at!r}"
+        )
     if ends is None and starts is None:
         return window
     if window.at != "any" or window.from_first != (starts is not None):
@@ -264,6 +291,8 @@ def _checked_ends(n: int, ends: ArrayLike, what: str) -> NDArray[np.int32]:
 
 
 def _verb(windows: Windows | None) -> str:
+    if windows is not None and windows.offsets is not None:
+        return "has its offsets"
     return "begins" if windows is not None and windows.from_first else "ends"
 
 

@@ -23,6 +23,7 @@ from geartrain.replay.builder import (
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.later_updates import LaterUpdates
 from geartrain.replay.native_batch import BatchPlan, GlobalNativeBatch, NativeBatch, native_batch
+from geartrain.replay.packed_batch import sampled_packed
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together
 from geartrain.selection.mixture import Selection, quotas_of
@@ -95,6 +96,13 @@ class LocalRows:
             self._apply_due(self._later, step, updates)
         elif updates:
             self._apply(step, updates)  # in a frame of its own: keys hold the memory of their batch
+        reader = self.samplers[0].packed
+        if reader is not None:
+            rows, found, last = self.samplers[0].sample_packed(self.rows, step, state[0], admission)
+            self._read += len(rows)
+            output = self.samplers[0].plan.output
+            batch = sampled_packed(reader, output, found, rows, self.store_ids[0], step)
+            return BuiltBatch(batch, [last], admission=admission)
         if self.mixed:
             rows = self.samplers[0].empty_batch(self.rows, shards=True)
             after = self.sample_into(rows, step, state, admission)

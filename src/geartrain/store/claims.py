@@ -7,18 +7,27 @@ older row needed the room, nothing is written through the claim any more.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_flag, refuse_copies, shown, timeout, whole_number
+from geartrain.core.arguments import (
+    check_flag,
+    did_you_mean,
+    refuse_copies,
+    shown,
+    some_of,
+    timeout,
+    whole_number,
+)
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, FieldError, GeartrainError, StaleClaimError, WaitTimeoutError
 from geartrain.store.handle import StoreHandle
+from geartrain.store.packed import AxisBounds, PackedFields, PackedReader
 from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
 from geartrain.store.span_values import Source, check_names, collect
 
@@ -55,8 +64,7 @@ def write_rows(
     wrote = native.write_rows(
         how, task, axis, rows, generations, claims, sources, lengths, item, merges, parts, 0, timeout_s
     )
-    waiting = int((wrote == _WAITS).sum())
-    if waiting:
+    if waiting := wrote.tolist().count(_WAITS):
         raise timed_out(native, f"{waiting} of {len(wrote)} rows found no room within {timeout_s:g} s")
     return wrote == _STALE  # type: ignore[no-any-return]
 
@@ -73,6 +81,12 @@ class Partial:
 
     Attributes:
         items: numbers of the items that something was appended to, in order.
+
+    Examples:
+        >>> from geartrain.store.claims import Partial
+        >>> partial = Partial({0: 2}, frozenset({0}), {"ids": {0: [7, 8]}})
+        >>> partial.items, partial.lengths, partial["ids"]
+        ((0,), {0: 2}, {0: [7, 8]})
     """
 
     def __init__(
@@ -131,6 +145,29 @@ class ClaimedRow:
         """The row's key, one `Keys` of length 1. It stays the row's until the row is freed."""
         return self._claim.keys[self._index]
 
+    def __getitem__(self, name: str) -> Any:
+        """The row's value of a field of the tasks before: (m, ...) with an axis, (...) without; strings as they are.
+
+        Args:
+            name: the field.
+
+        Raises:
+            FieldError: there is no such field, or it may not be there yet.
+            StaleClaimError: the row was dropped or taken back before it was read.
+        """
+        return self._claim._of_row(self._index, name)
+
+    def length(self, axis: str) -> int:
+        """Items of an axis.
+
+        Args:
+            axis: name of an axis whose lengths are known before the task.
+
+        Raises:
+            FieldError: they are not.
+        """
+        return int(self._claim.bounds_of(axis).lengths[self._index])
+
     @property
     def partial(self) -> Partial:
         """What was appended to the row so far, by this claim and with `keep_partial` by those before.
@@ -152,8 +189,8 @@ class ClaimedRow:
     ) -> None:
         """Appends to the row: more items of the axis that the task sets, or of one of its parts.
 
-        `put` then makes one span of what was appended, item after item. Appends survive this process's death if the task
-        has `keep_partial`.
+        `put` then makes one span of what was appended, item after item. Appends survive this process's death if the
+        task has `keep_partial`.
 
         Args:
             fields: values by field, for names that are no keywords; all fields of the task that have the axis.
@@ -208,34 +245,57 @@ class ClaimedRow:
         return f"ClaimedRow(task={self._claim.task!r}, row={self.key.row[0]})"
 
 
-class Claim:
+class Claim(PackedFields):
     """Rows of a task that this process works on, oldest first. Made by `claims`, `claim` and `claim_async` of a store.
 
+    `claim["ids"]` has the values of all rows one behind the other, as a copy; fields of the tasks before can be read.
     Iterating gives each row as a `ClaimedRow`. As a context manager it releases at its end what was neither put nor
     dropped. An empty claim is false. Any thread may put, drop and release; a forked child may not.
 
+    If a row is dropped or taken back before it was read, its values are zeros of the same shapes, and `put` skips it.
+
     Args:
-        store, task, found: set by the store.
+        store, task, found, output: set by the store.
 
     Attributes:
         keys: the rows' keys. They stay valid until the rows are freed.
         task: name of the task.
+
+    Examples:
+        >>> import geartrain as gt
+        >>> tasks = {"sum": gt.Task({"y": gt.Field((), "int64")}), "train": gt.Task(after="sum")}
+        >>> store = gt.Store.create({"x": gt.Field(("n",), "int64")}, tasks=tasks, capacity=8, span_bytes=100_000)
+        >>> _ = store.insert({"x": [[1, 2], [3]]})
+        >>> with store.claim("sum", 8, output="numpy") as claim:
+        ...     skipped = claim.put(y=[int(row["x"].sum()) for row in claim])
+        >>> claim["x"].tolist(), claim.lengths("n").tolist(), len(store)
+        ([1, 2, 3], [2, 1], 2)
+        >>> store.close()
     """
 
-    def __init__(self, store: StoreHandle, task: int, found: tuple[NDArray[Any], ...] | None) -> None:
+    def __init__(
+        self, store: StoreHandle, task: int, found: tuple[NDArray[Any], ...] | None, output: str = "torch"
+    ) -> None:
         assert store.plan is not None
         self._plan: RowPlan = store.plan
+        self._store = store
         self._native = store.native
         self._number = task
         self.task = list(self._plan.tasks)[task - 1]
         if found is None:
-            found = tuple(np.empty(0, each) for each in (np.uint32, np.uint32, np.uint16)) + (
-                np.empty((0, len(self._plan.axes)), np.uint32),
-            )
-        rows, generations, self._claims, self._lengths = found
+            none = np.empty(0, np.uint32)
+            found = none, none, none.astype(np.uint16), np.empty((0, len(self._plan.axes)), np.uint32)
+        rows, generations = found[:2]
+        self._claims: NDArray[np.uint16] = found[2]
+        self._lengths: NDArray[np.uint32] = found[3]
         self.keys = Keys.of_rows(rows, generations, store.id)
         self._pid = os.getpid()
         self._ended = not len(rows)
+        self._output = output
+        self._device = None
+        self._shown: dict[str, Any] = {}
+        self._bounds: dict[str, AxisBounds] = {}
+        self._lost = np.zeros(len(rows), bool)  # rows whose values are zeros
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copies(self, "it belongs to the process that made it; pass on the values that you read")
@@ -254,6 +314,71 @@ class Claim:
 
     def __repr__(self) -> str:
         return f"Claim({self.task!r}, {len(self)} rows)"
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    def _read(self, names: Sequence[str]) -> None:
+        before = self._plan.before(self._number)
+        for name in names:
+            if not isinstance(name, str) or name not in self._plan.fields:
+                known = [each for each in self._plan.fields if self._plan.writer[each] in before]
+                raise FieldError(
+                    f"a claim of {self.task!r} has the fields {some_of(known)}, not {shown(name)}"
+                    f"{did_you_mean(name, known)}"
+                )
+            if self._plan.writer[name] not in before:
+                writer = list(self._plan.tasks)[self._plan.writer[name] - 1]
+                raise FieldError(
+                    f"the field {name!r} may not be there yet: {self.task!r} does not come after {writer!r}, which "
+                    f"writes it"
+                )
+        self.show(names, self._found(names), names)
+
+    def _read_axis(self, axis: str) -> None:
+        number = self._plan.axis(axis) - 1
+        if self._plan.axes[number].owner not in self._plan.before(self._number):
+            raise FieldError(
+                f"the lengths of {axis!r} are not known before {self.task!r}; known are {some_of(self._known_axes())}"
+            )
+        if self._plan.axes[number].divided_by is None:
+            self._bounds[axis] = AxisBounds(*_bounds_of(self._lengths[:, number]), None)
+        else:
+            self.show_axis(axis, self._found((), (axis,)))
+
+    def _found(self, names: Sequence[str], axes: Sequence[str] = ()) -> Any:
+        """What was read of the rows; zeros of those that are gone."""
+        if not self._native.closed:
+            self._check_process()
+        reader = PackedReader(self._native, self._plan, names, axes)
+        found = reader.read(self.keys)
+        torn = found.torn().astype(bool)
+        if not torn.any():
+            return found
+        while True:  # of the rows that are there
+            there = np.flatnonzero(~torn)
+            found = reader.read(self.keys[there])
+            gone = there[found.torn() != 0]
+            if not len(gone):
+                break
+            torn[gone] = True
+        self._lost |= torn
+        return _WithZeros(self._plan, names, found, torn, self._lengths)
+
+    def _known_axes(self) -> list[str]:
+        before = self._plan.before(self._number)
+        return [axis.name for axis in self._plan.axes if axis.owner in before]
+
+    def _rows(self) -> int:
+        return len(self)
+
+    def _of_row(self, i: int, name: str) -> Any:
+        values, axis = self[name], self._plan.fields[name].axis
+        if self._lost[i]:
+            raise self._stale(i)
+        if axis is None:
+            return values[i]
+        bounds = self.bounds_of(axis).bounds
+        return values[bounds[i] : bounds[i + 1]]
 
     # --- ending -----------------------------------------------------------------------------------------------
 
@@ -361,18 +486,12 @@ class Claim:
 
     def _appendable(self) -> tuple[list[str], str | None]:
         """Fields that appends to the task write, and the field that divides their axis."""
-        axis = self._plan.appended_axis(self._number)
-        if axis == 0:
-            return [], None
-        of = self._plan.axes[axis - 1]
-        return [name for name, field in self._plan.fields_of(self._number).items() if field.axis == of.name], (
-            of.divided_by
-        )
+        return self._plan.appendable[self._number]
 
     def _leaves_appended(self, given: Mapping[str, Any]) -> bool:
         """Whether a put leaves out all fields that may have been appended."""
         names, _ = self._appendable()
-        return bool(names) and not set(names) & set(given)
+        return bool(names) and not any(name in given for name in names)
 
     def _write(
         self, how: int, which: slice, sources: list[Source], lengths: NDArray[np.uint32], timeout_s: float, **more: Any
@@ -396,8 +515,31 @@ class Claim:
             f"or taken back to make room for an older row. Nothing was written"
         )
 
+    def _wrote(self, i: int, given: dict[str, Any], timeout_s: float, *, append: bool = False, item: int = 0) -> bool:
+        """Writes a row by one native call, if all values are NumPy arrays as their fields have them.
+
+        Returns:
+            Whether it did; else nothing is written.
+
+        Raises:
+            StaleClaimError, WaitTimeoutError: as `put`.
+        """
+        one = slice(i, i + 1)
+        (row,), (generation,), (claim,) = (
+            each[one].tolist() for each in (self.keys.row, self.keys.generation, self._claims)
+        )
+        writer = self._store.one_row_writer(self._number, append=append)
+        wrote = writer.write(given, row, generation, claim, self._lengths[i], item, timeout(timeout_s))
+        if wrote == _STALE:
+            raise self._stale(i)
+        if wrote == _WAITS:
+            raise timed_out(self._native, f"1 row found no room within {timeout_s:g} s")
+        return wrote is not None
+
     def _put_one(self, i: int, given: dict[str, Any], timeout_s: float) -> None:
         self._check_process()
+        if self._wrote(i, given, timeout_s):
+            return
         if self._leaves_appended(given):
             skipped = self._put_appended(i, given, timeout_s)
         else:
@@ -443,15 +585,17 @@ class Claim:
         axis = self._plan.appended_axis(self._number)
         if axis == 0:
             raise ArgumentError(
-                f"the task {self.task!r} takes no appends: they extend the one axis whose lengths the task sets, or the "
-                f"axis that its field with divides= cuts"
+                f"the task {self.task!r} takes no appends: they extend the one axis whose lengths the task sets, or "
+                f"the axis that its field with divides= cuts"
             )
         item = whole_number("item", item, _MOST_ITEMS)
         if divider is None and item:
             raise ArgumentError(f"item={item}, and no field of {self.task!r} divides an axis: leave it out")
+        if not check_flag("done", done) and self._wrote(i, given, timeout_s, append=True, item=item):
+            return
         check_names(f"append to {self.task!r}", given, names)
         sources, lengths = self._one(i, given)
-        if check_flag("done", done):
+        if done:
             self._mark_done(lengths, divider)
         if self._write(APPEND, slice(i, i + 1), sources, lengths, timeout_s, axis=axis, item=item)[0]:
             raise self._stale(i)
@@ -499,10 +643,70 @@ class Claim:
             for item, count in lengths.items():
                 found[item], at = strings[at : at + count], at + count
             return found
-        values = raw.view(field.numpy_dtype).reshape(-1, *field.shape)
+        values = self.as_field(
+            raw.view(np.dtype(f"V{field.itemsize}") if field.itemsize > 8 else f"u{field.itemsize}").reshape(
+                -1, *field.shape
+            ),
+            field.dtype,
+        )
         for item, count in lengths.items():
             found[item], at = values[at : at + count], at + count
         return found
+
+
+def _bounds_of(lengths: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Lengths as int32, and where each row begins and the last one ends."""
+    return lengths.astype(np.int32), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
+
+
+class _WithZeros:
+    """Packed arrays with zeros and empty strings for rows that are gone, as long as they were."""
+
+    def __init__(
+        self,
+        plan: RowPlan,
+        names: Sequence[str],
+        found: _native.PackedArrays,
+        torn: NDArray[np.bool_],
+        lengths: NDArray[np.uint32],
+    ) -> None:
+        self._plan, self._names, self._found, self._torn, self._lengths = plan, names, found, torn, lengths
+
+    def _items(self, axis: str | None) -> NDArray[np.int64]:
+        if axis is None:
+            return np.ones(len(self._torn), np.int64)
+        return self._lengths[:, self._plan.axis(axis) - 1].astype(np.int64)
+
+    def _there(self, axis: str | None) -> NDArray[np.bool_]:
+        return np.repeat(~self._torn, self._items(axis))
+
+    def field(self, place: int) -> NDArray[Any]:
+        there = self._there(self._plan.fields[self._names[place]].axis)
+        values = self._found.field(place)
+        out = np.zeros((len(there), *values.shape[1:]), values.dtype)
+        out[there] = values
+        return out
+
+    def strings(self, place: int) -> list[Any]:
+        field = self._plan.fields[self._names[place]]
+        values, none = iter(self._found.strings(place)), "" if field.kind == "text" else b""
+        return [next(values) if there else none for there in self._there(field.axis)]
+
+    def axis(self, number: int) -> tuple[Any, Any, Any]:
+        axis = self._plan.axes[number - 1]
+        lengths, bounds = _bounds_of(self._lengths[:, number - 1])
+        if axis.divided_by is None:
+            return lengths, bounds, None
+        by = self._plan.fields[axis.divided_by].axis
+        counts = self._items(by)
+        parts = np.zeros(int(counts.sum()), np.int64)
+        read = self._found.axis(number)[2]
+        assert read is not None  # of an axis that is divided
+        parts[self._there(by)] = np.diff(read)
+        first = np.cumsum(counts) - counts
+        gone = self._torn & (counts > 0)
+        parts[first[gone]] = lengths[gone]  # all in one of them, so that they add up
+        return lengths, bounds, _bounds_of(parts)[1]
 
 
 def _one_row(value: Any) -> Any:

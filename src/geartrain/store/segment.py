@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from geartrain.core.schema import (
     schema_difference,
     stored_schema,
 )
-from geartrain.core.shared_files import Trust, shared_files
+from geartrain.core.shared_files import Trust, leftovers
 from geartrain.core.tasks import RowPlan, Task, plan_difference, plan_of_stored, row_plan
 from geartrain.errors import (
     ArgumentError,
@@ -46,6 +47,8 @@ from geartrain.errors import (
 )
 from geartrain.store.anonymous import is_anonymous
 
+_log = logging.getLogger(__name__)
+
 #: One of REMOVERS, or "lowest:FIELD" or "highest:FIELD" of a field that is one number a row.
 Remover = str
 #: What a full disk does to the commits of a store with a journal.
@@ -58,6 +61,8 @@ REMOVERS = ("fifo", "lifo", "lowest_priority", "least_recently_sampled", "most_s
 _NUMBERS = (
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64",
 )  # fmt: skip
+#: What the names of stores in files usually end with.
+_FILE_SUFFIXES = (".gt", ".store")
 #: Numbers of the segment format, which follow those of REMOVERS.
 _BY_FIELD = {"lowest": 5, "highest": 6}
 
@@ -70,6 +75,13 @@ def check_name(name: object) -> str:
         raise ArgumentError(
             f"a store's name is a word such as 'replay', or a path with a slash; found {shown(name)}"
         ) from None
+
+
+def path_hint(name: str) -> str:
+    """The end of a message about a store's name that looks like a file's, and lacks the slash that makes it one."""
+    if "/" in name or not (name.endswith(_FILE_SUFFIXES) or os.path.lexists(name)):
+        return ""
+    return f". A name without a slash is a segment of shared memory; the file in this directory is {'./' + name!r}"
 
 
 def remover_number(remover: object, fields: Mapping[str, Field]) -> int:
@@ -210,6 +222,8 @@ def create_segment(
     if max_age_s is not None and not real_number(max_age_s) > 0:
         raise ArgumentError(f"max_age_s must be above zero, found {shown(max_age_s)} (leave it out for no limit)")
     age_ns = 0 if max_age_s is None else nanoseconds("max_age_s", real_number(max_age_s))
+    if hint := path_hint(name):
+        _log.warning("the store %r is created in shared memory%s", name, hint)
     try:
         return _native.Store.create(
             name,
@@ -246,8 +260,8 @@ def _refuse_for_spans(plan: RowPlan, **options: object) -> None:
     given = [f"{name}={shown(value)}" for name, value in options.items() if value is not None]
     if given:
         raise ArgumentError(
-            f"a store with {'tasks' if plan.tasks else 'axes'} takes no {', '.join(given)}: its rows have no steps, stay "
-            f"until they are drawn, dropped or deleted, and lie in capacity= rows and span_bytes= bytes"
+            f"a store with {'tasks' if plan.tasks else 'axes'} takes no {', '.join(given)}: its rows have no steps, "
+            f"stay until they are drawn, dropped or deleted, and lie in capacity= rows and span_bytes= bytes"
         )
 
 
@@ -324,11 +338,12 @@ def peek(name: str, trust: Trust = "user", *, timeout_s: float = 1.0) -> _native
 def _stores_here(wanted: str) -> str:
     if "/" in wanted:
         return ""
-    names = [path.name.removeprefix(_PREFIX) for path in shared_files(f"{_PREFIX}*")]
+    hint = path_hint(wanted)
+    names = [path.name.removeprefix(_PREFIX) for path in leftovers(f"{_PREFIX}*")]
     named = [name for name in names if not is_anonymous(name)]
-    return (
-        f". The stores here are {some_of(named)}{did_you_mean(wanted, named)}" if named else ". There is no store here"
-    )
+    if not named:
+        return f"{hint}. There is no store here"
+    return f"{hint}. The stores here are {some_of(named)}{did_you_mean(wanted, named)}"
 
 
 def _describe_existing(name: str, trust: Trust) -> str:
@@ -339,7 +354,7 @@ def _describe_existing(name: str, trust: Trust) -> str:
     return (
         f"a store named {name!r} exists already ({_native.segment_path(name)}, {rows} rows). "
         f"Join it with Store.open({name!r}), or read it with mode='r'. If nobody needs its rows, "
-        f"Store.open(..., create='replace') or `geartrain remove {name}` deletes them"
+        f"Store.open(..., create='replace') or `geartrain remove {name}` deletes them{path_hint(name)}"
     )
 
 

@@ -454,6 +454,7 @@ class Store(JournaledStore):
             progress: show a progress bar.
 
         Raises:
+            ArgumentError: the store has axes, strings or tasks.
             CheckpointError: `directory` exists and is not a checkpoint, or is a dangling symbolic link; or `base` is
                 not a checkpoint, or damaged.
             NoSpaceError: the file system or a quota is full, or a file would exceed RLIMIT_FSIZE.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,14 +15,16 @@ from geartrain.core.arguments import check_whole, default_threads, shown, some_o
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, SchemaError, StoreClosedError, WaitTimeoutError
-from geartrain.store.claims import PUT, REWRITE, Claim, timed_out, write_rows
+from geartrain.store.claims import REWRITE, Claim, timed_out, write_rows
 from geartrain.store.columns import as_column
 from geartrain.store.insert import CASTINGS, Casting
+from geartrain.store.packed import check_output
 from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
-from geartrain.store.span_values import check_names, collect, lengths_given
+from geartrain.store.span_values import check_names, collect, lengths_given, part_of
 from geartrain.store.waiting_claims import claim_later
 from geartrain.store.writable import WritableStore
 
+Output = Literal["torch", "numpy"]
 _log = logging.getLogger(__name__)
 #: An idle loop tells after so many seconds what it waits for, and then at four times the time each.
 FIRST_WORD_S = 10.0
@@ -130,15 +133,15 @@ class TaskedStore(WritableStore):
     ) -> Keys:  # fmt: skip
         """Inserts more rows than may go in together, part after part."""
         assert self.plan is not None
-        ends = {axis: np.concatenate([[0], np.cumsum(column)]) for axis, column in known.items()}
+        ends = {axis: np.concatenate([[0], np.cumsum(column, dtype=np.int64)]) for axis, column in known.items()}
         inserted = []
         for at in range(0, n, piece):
             rows = slice(at, min(at + piece, n))
-            part = {}
-            for name, data in given.items():
-                axis = self.plan.fields[name].axis
-                flat = axis in ends and len(data) == ends[axis][-1] and len(data) != n
-                part[name] = data[ends[axis][rows.start] : ends[axis][rows.stop]] if flat else data[rows]
+            fields = self.plan.fields
+            part = {
+                name: part_of(fields[name], data, rows, ends.get(fields[name].axis or ""))
+                for name, data in given.items()
+            }
             inserted.append(
                 self.insert(
                     part,
@@ -174,6 +177,7 @@ class TaskedStore(WritableStore):
         max_items: int | None = None,
         of: str | None = None,
         timeout_s: float | None = None,
+        output: Output = "torch",
     ) -> Iterator[Claim]:
         """Claims due rows of a task again and again: a loop over claims, oldest rows first.
 
@@ -190,6 +194,7 @@ class TaskedStore(WritableStore):
             max_items: most items of the axis `of` in a claim. One row alone may have more.
             of: name of the axis that `max_items` counts; by default the store's only one.
             timeout_s: longest wait for a due row, in seconds; by default there is no limit.
+            output: "torch" reads tensors, "numpy" arrays.
 
         Returns:
             An iterator over claims.
@@ -215,14 +220,14 @@ class TaskedStore(WritableStore):
         number, most, items, axis = self._asked(task, n, max_items, of)
         limit_s = None if timeout_s is None else timeout(timeout_s)
         self.native.task_figures()  # a closed store refuses at once
-        return self._claims(number, task, most, items, axis, limit_s)
+        return self._claims(number, task, most, items, axis, limit_s, check_output(output))
 
     def _claims(
-        self, number: int, task: str, most: int, items: int, axis: int, timeout_s: float | None
+        self, number: int, task: str, most: int, items: int, axis: int, timeout_s: float | None, output: str
     ) -> Iterator[Claim]:
         while True:
             try:
-                found = self._wait_for_due(number, task, most, items, axis, timeout_s)
+                found = self._wait_for_due(number, task, most, items, axis, timeout_s, output)
             except StoreClosedError:
                 return
             if found is None:
@@ -238,13 +243,14 @@ class TaskedStore(WritableStore):
         max_items: int | None = None,
         of: str | None = None,
         timeout_s: float = 0.0,
+        output: Output = "torch",
     ) -> Claim:
         """Claims due rows of a task once.
 
         Release what you do not put or drop, or use the claim as a context manager, which does it at its end.
 
         Args:
-            task, n, max_items, of: as in `claims`.
+            task, n, max_items, of, output: as in `claims`.
             timeout_s: longest wait for a due row, in seconds. 0 does not wait.
 
         Returns:
@@ -255,8 +261,9 @@ class TaskedStore(WritableStore):
             StoreClosedError: the store was closed.
         """
         number, most, items, axis = self._asked(task, n, max_items, of)
+        output = check_output(output)
         found = self.native.claim_rows(number, most, items, axis, timeout(timeout_s))
-        return Claim(self, number, found if isinstance(found, tuple) else None)
+        return Claim(self, number, found if isinstance(found, tuple) else None, output)
 
     async def claim_async(
         self,
@@ -266,13 +273,14 @@ class TaskedStore(WritableStore):
         max_items: int | None = None,
         of: str | None = None,
         timeout_s: float | None = None,
+        output: Output = "torch",
     ) -> Claim:
         """Claims due rows of a task once, without blocking the event loop meanwhile.
 
         All calls of a process share one thread that waits. A call that is cancelled releases what it got.
 
         Args:
-            task, n, max_items, of: as in `claims`.
+            task, n, max_items, of, output: as in `claims`.
             timeout_s: longest wait for a due row, in seconds; by default there is no limit.
 
         Returns:
@@ -284,10 +292,11 @@ class TaskedStore(WritableStore):
         """
         number, most, items, axis = self._asked(task, n, max_items, of)
         limit_s = _FOREVER_S if timeout_s is None else timeout(timeout_s)
+        output = check_output(output)
         found = self.native.claim_rows(number, most, items, axis, 0.0)
         if found is None and limit_s > 0:
             found = await claim_later(self.native, (number, most, items, axis), limit_s)
-        return Claim(self, number, found if isinstance(found, tuple) else None)
+        return Claim(self, number, found if isinstance(found, tuple) else None, output)
 
     def put(
         self,
@@ -327,18 +336,26 @@ class TaskedStore(WritableStore):
         given = check_names(f"put of {task!r}", fields, plan.fields_of(number))
         axes = {plan.fields[name].axis for name in given} - {None}
         known = {axis: table[:, plan.axis(axis) - 1] for axis in axes if axis is not None}
-        if not found.all():  # what came with a row that is gone is not looked at, but its length counts
-            rows = np.flatnonzero(found == 0)
-            try:
-                _, _, told = collect(plan, given, given, n=len(keys), known={})
-            except SchemaError:
-                raise SchemaError(
-                    f"{len(rows)} of {len(keys)} rows are gone, so that it is unknown which values are theirs: pass a "
-                    f"list with one array for each row"
-                ) from None
+        # What came with a row that is gone, or that has no length yet, is not looked at; but its length counts.
+        unknown = found == 0
+        for column in known.values():
+            unknown |= column == 0
+        told = None
+        if unknown.any():
+            with suppress(SchemaError):  # values one behind the other tell no lengths
+                _, _, told = collect(plan, given, given, n=len(keys), known={}, casting=casting)
+        if told is not None:
             for axis, column in known.items():
-                column[rows] = told[rows, plan.axis(axis) - 1]
-        _, sources, lengths = collect(plan, given, given, n=len(keys), known=known, casting=casting)
+                column[unknown] = told[unknown, plan.axis(axis) - 1]
+        try:
+            _, sources, lengths = collect(plan, given, given, n=len(keys), known=known, casting=casting)
+        except SchemaError as error:
+            if told is not None or not unknown.any():
+                raise
+            raise SchemaError(
+                f"{error}. {int(unknown.sum())} of {len(keys)} rows are gone or have no lengths yet, so that it is "
+                f"unknown which values are theirs: pass a list with one array for each row"
+            ) from None
         wrote = write_rows(
             self.native, REWRITE, number, keys.row, keys.generation, None, sources, lengths, timeout(timeout_s)
         )
@@ -366,10 +383,15 @@ class TaskedStore(WritableStore):
             found[list(found)[-1]]["due"] = len(self)
         return found
 
+    def oldest_claim(self, task: str) -> tuple[int, float] | None:
+        """Internal: the process that has claimed the oldest row of a task, and seconds since that row's insert."""
+        found = self.native.oldest_claim(self._tasks_plan().number(task))
+        return None if found is None else (found[1], max(0.0, time.time() - found[2] / 1e9))
+
     # --- waits ----------------------------------------------------------------------------------------------
 
     def _wait_for_due(
-        self, number: int, task: str, most: int, items: int, axis: int, timeout_s: float | None
+        self, number: int, task: str, most: int, items: int, axis: int, timeout_s: float | None, output: str
     ) -> Claim | None:
         """A claim of rows; None where none can become due any more."""
         began_s = time.monotonic()
@@ -379,13 +401,14 @@ class TaskedStore(WritableStore):
             left_s = _FOREVER_S if timeout_s is None else max(0.0, timeout_s - waited_s)
             found = self.native.claim_rows(number, most, items, axis, min(left_s, max(0.0, word_s - waited_s)))
             if isinstance(found, tuple):
-                return Claim(self, number, found)
+                return Claim(self, number, found, output)
             if found is not None:
                 return None
             waited_s = time.monotonic() - began_s
             if timeout_s is not None and waited_s >= timeout_s:
                 raise WaitTimeoutError(
-                    f"no row of the store {self.name!r} was due for {task!r} within {timeout_s:g} s: {self._lag(number)}"
+                    f"no row of the store {self.name!r} was due for {task!r} within {timeout_s:g} s: "
+                    f"{self._lag(number)}"
                 )
             if waited_s >= word_s:
                 _log.warning(

@@ -44,9 +44,10 @@ class WritableStore(StoreHandle):
 
         Raises:
             StoreFullError: every block is being written by someone.
-            ArgumentError: `zeros` is not a list of names.
+            ArgumentError: `zeros` is not a list of names, or the store has axes, strings or tasks.
             FieldError: the store has no field of a name in `zeros`.
         """
+        self.check_plain("its rows have no blocks to write in place; use insert")
         priority, version = check_entry(priority, version)
         if zeros.__class__ is not tuple or zeros:
             zeros = self.columns.names("zeros", zeros)
@@ -63,11 +64,12 @@ class WritableStore(StoreHandle):
 
         Raises:
             StoreFullError: fewer than `n` blocks are available; the others are being written.
-            ArgumentError: `zeros` is not a list of names.
+            ArgumentError: `zeros` is not a list of names, or the store has axes, strings or tasks.
             FieldError: the store has no field of a name in `zeros`.
         """
         if not 1 <= check_whole("the number of rows", n) < 2**32:
             raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {shown(n)}")
+        self.check_plain("its rows have no blocks to write in place; use insert")
         priority, version = check_entry(priority, version)
         zeros = self.columns.names("zeros", zeros)
         return Rows(self.columns, self.native.allocate(n), priority, version, zeros)
@@ -116,7 +118,7 @@ class WritableStore(StoreHandle):
         self,
         n_envs: int = 1,
         *,
-        observations: Sequence[str] | None = None,
+        obs: Sequence[str] | None = None,
         publish_every: int | None = None,
         overlap: int = 0,
         priority: float | None = None,
@@ -135,7 +137,7 @@ class WritableStore(StoreHandle):
 
         Args:
             n_envs: environments that are stepped together; the leading axis of all arrays.
-            observations: fields that are observations. By default those called "observation" or "obs", alone or before
+            obs: fields that are observations. By default those called "observation" or "obs", alone or before
                 a dot.
             publish_every: make an unfinished row available for sampling every this many steps. By default only finished
                 rows are.
@@ -158,13 +160,14 @@ class WritableStore(StoreHandle):
         Raises:
             FieldError: a field that a recorder needs is missing or has another type, or a `per_row` field is neither
                 filled by the recorder nor in `zeros`.
-            ArgumentError: `n_envs`, `overlap` or `publish_every` does not fit the store.
+            ArgumentError: `n_envs`, `overlap` or `publish_every` does not fit the store, or it has axes or tasks.
             SchemaError: the priority is negative or not finite.
         """
+        self.check_plain("its rows have no steps to record; use insert")
         return StepRecorder(
             self.columns,
             n_envs,
-            observations=observations,
+            obs=obs,
             publish_every=publish_every,
             overlap=overlap,
             priority=priority,
@@ -278,19 +281,20 @@ class WritableStore(StoreHandle):
             casting: as in `insert`.
 
         Raises:
-            ArgumentError: keys of another store. Nothing is written.
+            ArgumentError: keys of another store, or the store has axes, strings or tasks. Nothing is written.
             SchemaError: arrays do not fit, or a step is beyond `max_length`; nothing is written. Also raised for a
                 segment that an earlier build made: save it and load the checkpoint.
             FieldError: the store has no such field. Nothing is written.
 
         Cost: one copy. The store's lock is held for 64 KB or one row at a time.
         """
+        self.check_plain("its rows are not rewritten in place; use put with a task of rewritable=True")
         keys = check_keys(keys)
         keys.check_store(self.id, self.name)
         return rewrite_rows(self.columns, keys, fields, starts, lengths, casting)
 
     def delete(self, keys: Keys | ArrayLike) -> int:
-        """Removes rows by key, and returns how many were gone already.
+        """Removes rows by key, and returns how many were gone already. With tasks also rows that are under way.
 
         Args:
             keys: rows of this store.

@@ -71,12 +71,22 @@ ARRAYS = {"obs": np.zeros((EPISODES, STEPS, 2), np.float32), "tag": np.zeros(EPI
 STEPS_OF_ALL = {"obs": np.zeros((EPISODES * STEPS, 2), np.float32)}
 
 
+def some_episodes(value: Any) -> bool:
+    """Numbers of episodes, one or several, or text."""
+    if isinstance(value, str):
+        return value in ("1", "0:2")
+    of_one = whole(0, EPISODES - 1, none=True)
+    return all(map(of_one, value)) if isinstance(value, list | tuple) and value else of_one(value)
+
+
 @door(
     "import_dataset",
     source=nothing,
     into=path,
     format=nothing,
     fields=choice(None),
+    episodes=some_episodes,
+    where=choice(None),
     capacity=whole(EPISODES, 2**32, none=True),
     max_length=whole(STEPS, 2**31, none=True),
     on_too_long=nothing,
@@ -86,7 +96,7 @@ STEPS_OF_ALL = {"obs": np.zeros((EPISODES * STEPS, 2), np.float32)}
 )
 def import_arrays(tools: Tools) -> Door:
     given = {"fields": None, "capacity": None, "max_length": None, "on_too_long": "error", "cast": ()}
-    more = {"skip_unsupported": False, "persist": None, "lengths": None}
+    more = {"skip_unsupported": False, "persist": None, "lengths": None, "episodes": "0:2", "where": ["length>=1"]}
     return importing(tools, ARRAYS, "arrays", **given, **more)
 
 

@@ -9,14 +9,15 @@ There are two layouts:
 
 Names are kept. Nested dicts are flattened with dots.
 
-A folder of `.npy` files is memory-mapped and read a slice at a time. An `.npz` archive cannot be mapped, so its arrays
-are read whole. `lengths` or `ends` may be one of the files. So may `untimed`: the names of the arrays with one value
-for each episode, which are (n, ...) in either layout.
+A folder of `.npy` files is memory-mapped. The arrays of an `.npz` archive, compressed or not, are read one episode at a
+time. `lengths` or `ends` may be one of the files. So may `untimed`: the names of the arrays with one value for each
+episode, which are (n, ...) in either layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,16 @@ import numpy as np
 
 from geartrain.core.arguments import did_you_mean
 from geartrain.errors import ArgumentError, SourceError
+from geartrain.integrations.datasets.array_files import ArchivedArray, load_arrays
 from geartrain.integrations.datasets.episode import (
     Array,
     Episode,
-    Extent,
     FieldChoice,
+    Metadata,
     Source,
     choose,
     flatten,
-    reading,
+    plain,
 )
 
 LOOKS_FOR = "a .npz file, or a folder of .npy files"
@@ -79,10 +81,11 @@ class ArraySource(Source):
             found = {key: np.asarray(value) for key, value in flatten(arrays).items()}
         else:
             self.name = str(arrays)
-            found = _load(Path(arrays))
+            found = load_arrays(Path(arrays))
         # The keys that describe the others come from the files only where they are not given.
         if lengths is None and ends is None:
             lengths, ends = found.pop("lengths", None), found.pop("ends", None)
+        self._found = found
         if lengths is not None and ends is not None:
             raise SourceError(f"{self.name}: lengths are for padded arrays, ends for flat ones")
         lengths, ends = self._named("lengths", lengths, found), self._named("ends", ends, found)
@@ -91,7 +94,7 @@ class ArraySource(Source):
             raise SourceError(f"{self.name}: holds no array")
         available = {name: _why_not(array) for name, array in found.items()}
         chosen = choose(self.name, fields, available, list(available), skip_unsupported)
-        self._arrays = {stored: found[name] for stored, name in chosen.items()}
+        self._names, self._arrays = chosen, {stored: found[name] for stored, name in chosen.items()}
         unknown = sorted(set(untimed) - self._arrays.keys())
         if unknown:
             raise SourceError(
@@ -115,22 +118,63 @@ class ArraySource(Source):
 
     def __iter__(self) -> Iterator[Episode]:
         """Every episode, as views of the arrays."""
-        for index, length in enumerate(self._lengths.tolist()):
+        return self.read()
+
+    def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
+        """The episodes of these numbers, as views of the arrays or read from the archive."""
+        for index in range(len(self._lengths)) if numbers is None else numbers:
+            length = int(self._lengths[index])
             if self._starts is not None:
                 start = int(self._starts[index])
-                where = slice(start, start + length)
-                name = f"episode {index} (steps {where.start} to {where.stop - 1})"
-                timed = {key: array[where] for key, array in self._arrays.items() if key not in self._untimed}
-                once = {key: np.asarray(array[index]) for key, array in self._arrays.items() if key in self._untimed}
-                yield Episode(name, timed, once)
-                continue
-            timed = {key: array[index, :length] for key, array in self._arrays.items() if key not in self._untimed}
-            once = {key: np.asarray(array[index]) for key, array in self._arrays.items() if key in self._untimed}
-            yield Episode(f"episode {index}", timed, once)
+                name = f"episode {index} (steps {start} to {start + length - 1})"
+            else:
+                name = f"episode {index}"
+            timed, once = {}, {}
+            for key, array in self._arrays.items():
+                if key in self._untimed:
+                    once[key] = np.asarray(array[index])
+                elif self._starts is not None:
+                    timed[key] = array[start : start + length]
+                else:
+                    timed[key] = array[index][:length]
+            yield Episode(name, timed, once)
 
-    def extent(self) -> Extent:
-        """From the lengths; reads no data."""
-        return Extent(len(self._lengths), int(self._lengths.max(initial=0)))
+    def release(self) -> None:
+        """Closes the archive."""
+        for array in self._found.values():
+            if isinstance(array, ArchivedArray):
+                array.close()
+
+    def metadata(self) -> Iterator[Mapping[str, Any]]:
+        """`length`, and the values of all arrays with one number or text an episode; `return` where asked for."""
+        count = len(self._lengths)
+        told = {
+            name: np.asarray(array)
+            for name, array in self._found.items()
+            if array.shape == (count,) and array.dtype.kind in "biufUS" and not self._is_timed(name)
+        }
+        rewards = next((self._found[name] for name in ("reward", "rewards") if self._is_timed(name)), None)
+        later = rewards is not None and rewards.ndim == (1 if self._starts is not None else 2)
+        for index in range(count):
+            known = {name: plain(array[index]) for name, array in told.items()}
+            made = {"return": functools.partial(self._return, rewards, index)} if later else {}
+            yield Metadata(index, {**known, "length": int(self._lengths[index])}, made)
+
+    def _is_timed(self, name: str) -> bool:
+        """Whether an array has values of steps: by its first axes, and for a field by what it is stored as."""
+        if name not in self._found or any(name == self._names[stored] for stored in self._untimed):
+            return False
+        array = self._found[name]
+        if self._starts is not None:
+            return name in self._names.values() or len(array) != len(self._lengths)
+        return array.ndim > 1
+
+    def _return(self, rewards: Any, index: int) -> float:
+        length = int(self._lengths[index])
+        if self._starts is None:
+            return float(rewards[index][:length].sum())
+        start = int(self._starts[index])
+        return float(rewards[start : start + length].sum())
 
     def _named(self, what: str, given: Array | str | None, found: Mapping[str, Array]) -> Array | None:
         """The array of a name; it stays a field as well."""
@@ -191,37 +235,6 @@ class ArraySource(Source):
                 f"{self.name}: episode {wrong[0]}: length {lengths[wrong[0]]}, but the arrays hold 0 to {longest} steps"
             )
         return lengths
-
-
-def _load(path: Path) -> dict[str, Array]:
-    if path.is_dir():
-        arrays = {}
-        for file in sorted(path.glob("*.npy")):
-            with reading(str(file), "an .npy file without objects"):
-                _check_beginning(file, b"\x93NUMPY")
-                arrays[file.stem] = np.load(file, mmap_mode="r", allow_pickle=False)
-        return arrays
-    with reading(str(path), "an .npz file without objects"):
-        _check_beginning(path, b"PK\x03\x04", b"PK\x05\x06")  # the second: of an archive without a file
-        archive = np.load(path, allow_pickle=False)
-    with reading(str(path), "an .npz file without objects"), archive:
-        names = list(archive.files)
-        if len(set(names)) != len(names):
-            raise SourceError(f"{path}: holds two arrays of one name: {', '.join(sorted(names))}")
-        arrays = {}
-        for name in names:
-            with reading(f"{path}: array {name!r}", "an array without objects"):
-                arrays[name] = np.asarray(archive[name])
-        return arrays
-
-
-def _check_beginning(path: Path, *known: bytes) -> None:
-    """Raises `SourceError` for a file that NumPy would take for a pickle, as it does with all that it does not know."""
-    with path.open("rb") as file:
-        found = file.read(max(map(len, known)))
-    if not found.startswith(known):
-        begins = f"begins with {found!r}" if found else "is empty"
-        raise SourceError(f"{path}: is damaged, or no {path.suffix} file: it {begins}")
 
 
 def _why_not(array: Array) -> str | None:

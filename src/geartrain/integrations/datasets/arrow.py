@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from geartrain.integrations.datasets.episode import Array
+from geartrain.integrations.datasets.episode import Array, reading
 
 
 def column_values(column: Any, step_shape: tuple[int, ...] | None) -> Array:
@@ -39,6 +40,48 @@ def column_values(column: Any, step_shape: tuple[int, ...] | None) -> Array:
         return flat.reshape(rows, *step_shape)
     except ValueError:
         raise ValueError(f"{rows} rows hold {len(flat)} values together, which are not {step_shape} each") from None
+
+
+def record_batches(
+    opened: Any,
+    place: str,
+    unit: str,
+    *,
+    columns: list[str],
+    rows: int,
+    wanted: Callable[[int, Any], bool] = lambda first, about: True,
+) -> Iterator[tuple[int, Any]]:
+    """Batches of a Parquet file, each with the number of its first record; row groups without a wanted one are skipped.
+
+    Args:
+        opened: the `ParquetFile`, made with `pre_buffer=False`; else a whole row group, often the file, is read ahead.
+        place: the file, for errors.
+        unit: what a record is, for errors.
+        columns: to read.
+        rows: of a batch, at most.
+        wanted: whether a row group, by the number of its first record and its metadata, has a wanted record.
+    """
+    runs: list[tuple[int, list[int]]] = []
+    with reading(place, "Parquet"):
+        first = 0
+        for group in range(opened.metadata.num_row_groups):
+            about = opened.metadata.row_group(group)
+            if wanted(first, about):
+                if not runs or runs[-1][1][-1] != group - 1:
+                    runs.append((first, []))
+                runs[-1][1].append(group)
+            first += about.num_rows
+    for first, groups in runs:
+        done, batches = first, None
+        while True:
+            with reading(f"{place}: {unit} {done} or later", "Parquet"):
+                batches = batches or opened.iter_batches(batch_size=rows, row_groups=groups, columns=columns)
+                batch = next(batches, None)
+                if batch is None:
+                    break
+                batch.validate(full=True)
+            yield done, batch.select(columns)
+            done += len(batch)
 
 
 def _is_list(kind: Any) -> bool:

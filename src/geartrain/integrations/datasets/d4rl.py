@@ -16,7 +16,8 @@ after the last flag are an unfinished episode, which is kept unless `keep_unfini
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from geartrain.integrations.datasets.episode import (
     SLICE_BYTES,
     Array,
     Episode,
-    Extent,
     FieldChoice,
+    Metadata,
     Source,
     choose,
     flags,
@@ -50,6 +51,8 @@ _TERMS = {
 _NEEDED = ("observations", "actions", "rewards", "terminals")
 _SCALARS = ("rewards", "terminals", "timeouts")
 _USUAL = ("obs", "action", "reward", "terminated", "truncated", "final_obs")
+#: What a step has, and what is told of an episode by it.
+_OF_EPISODES = {"rewards": "return", "terminals": "terminated", "timeouts": "truncated"}
 _FLAGS_PER_READ = 1 << 20
 
 
@@ -99,6 +102,8 @@ class D4rlSource(Source):
                 skip_unsupported,
             )
             self._paths = {name: dataset for name, (dataset, _) in found.items()}
+            self._flags = [name for name in ("terminals", "timeouts") if name in file]
+            self._reduced: dict[str, Array] = {}
             cut_at = ["terminals"]
             if timeouts and "timeouts" in file:
                 cut_at.append("timeouts")
@@ -107,19 +112,27 @@ class D4rlSource(Source):
 
     def __iter__(self) -> Iterator[Episode]:
         """Every episode: views of the slice of the file that it came in."""
+        return self.read()
+
+    def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
+        """The episodes, from slices of the file with no steps of others in between."""
+        wanted = np.arange(len(self._edges) - 1) if numbers is None else np.asarray(numbers, np.int64)
+        gaps = np.append(np.flatnonzero(np.diff(wanted) != 1), len(wanted) - 1)  # places in front of others
         with self._open() as file:
             with reading(self.name, "D4RL's layout"):
                 columns = {stored: file[self._paths[name]] for stored, name in self._chosen.items()}
             step_nbytes = sum(column.nbytes for column in columns.values()) // self._steps
             steps_per_read = max(1, SLICE_BYTES // max(1, step_nbytes))
-            index, total = 0, len(self._edges) - 1
-            while index < total:
+            at = 0
+            while at < len(wanted):
                 # As many whole episodes as fit one read; an episode longer than that is read alone.
+                index = int(wanted[at])
                 begin = int(self._edges[index])
                 reach = int(np.searchsorted(self._edges, begin + steps_per_read, side="right")) - 1
-                until = max(index + 1, reach)
+                adjacent = int(wanted[gaps[np.searchsorted(gaps, at)]]) + 1
+                until = max(index + 1, min(reach, adjacent))
                 end = int(self._edges[until])
-                data = {}
+                data = {}  # also gives up the slice before
                 for stored, column in columns.items():
                     place = (
                         f"{self.name}: episodes {index} to {until - 1} (steps {begin} to {end - 1}) of "
@@ -129,12 +142,35 @@ class D4rlSource(Source):
                         data[stored] = _values(place, column, begin, end)
                 for number in range(index, until):
                     yield self._episode(number, data, begin)
-                index = until
+                at += until - index
 
-    def extent(self) -> Extent:
-        """From the flags, which were read when the file was opened."""
-        lengths = np.diff(self._edges)
-        return Extent(len(lengths), int(lengths.max(initial=0)))
+    def metadata(self) -> Iterator[Mapping[str, Any]]:
+        """`length` from the flags, which were read when the file was opened. `return`, `terminated` and `truncated` are
+        read when they are asked for."""
+        later = {_OF_EPISODES[name]: name for name in _OF_EPISODES if name in self._flags or name == "rewards"}
+
+        def value(name: str, number: int) -> Any:
+            return self._per_episode(name)[number].item()
+
+        for number, length in enumerate(np.diff(self._edges).tolist()):
+            made = {stored: functools.partial(value, name, number) for stored, name in later.items()}
+            yield Metadata(number, {"length": length}, made)
+
+    def _per_episode(self, name: str) -> Array:
+        """Each episode's sum of rewards, or whether any of its steps has the flag."""
+        if name not in self._reduced:
+            of_rewards = name == "rewards"
+            values = np.zeros(len(self._edges) - 1, np.float64 if of_rewards else bool)
+            with self._open() as file:
+                for begin in range(0, int(self._edges[-1]), _FLAGS_PER_READ):
+                    end = min(begin + _FLAGS_PER_READ, int(self._edges[-1]))
+                    place = f"{self.name}: {name} of steps {begin} to {end - 1}"
+                    with reading(place, "one number a step"):
+                        steps = _values(place, file[name], begin, end)
+                    episodes = np.searchsorted(self._edges, np.arange(begin, end), side="right") - 1
+                    (np.add if of_rewards else np.logical_or).at(values, episodes, steps)
+            self._reduced[name] = values
+        return self._reduced[name]
 
     def _episode(self, number: int, data: dict[str, Array], begin: int) -> Episode:
         start, stop = int(self._edges[number]), int(self._edges[number + 1])

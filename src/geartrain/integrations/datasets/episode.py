@@ -21,9 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.core.arguments import check_text, check_texts, did_you_mean
+from geartrain.core.arguments import check_text, check_texts, did_you_mean, some_of
+from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError, SchemaError, SourceError
+from geartrain.errors import (
+    ArgumentError,
+    FieldError,
+    GeartrainError,
+    MissingDependencyError,
+    SchemaError,
+    SourceError,
+)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 FieldChoice = Mapping[str, str] | Sequence[str] | str | None
@@ -137,28 +145,106 @@ class Extent:
     longest: int
 
 
+class Metadata(Mapping[str, Any]):
+    """What is known of one episode without its data: `episode` (its number), `length` and what the format has.
+
+    Args:
+        number: of the episode, from 0 in the source's order.
+        known: values by name, `length` among them.
+        later: functions by name; each makes a value when it is asked for.
+    """
+
+    def __init__(
+        self, number: int, known: Mapping[str, Any], later: Mapping[str, Callable[[], Any]] | None = None
+    ) -> None:
+        self._known, self._later = {"episode": number, **known}, later or {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._known:
+            return self._known[name]
+        if name in self._later:
+            return self._later[name]()
+        raise FieldError(
+            f"episodes have no metadata {name!r}; they have {some_of(self, 40)}{did_you_mean(name, list(self))}"
+        )
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value, or the default where there is none; without the cost of an error's text."""
+        if name not in self:
+            return default
+        return self[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known or name in self._later
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._known, *self._later])
+
+    def __len__(self) -> int:
+        return len(self._known) + len(self._later)
+
+
 class Source(abc.ABC):
     """Episodes of a dataset. They can be iterated more than once, each time from the first."""
 
     name: str
-    episodes: int | None = None  # from metadata, or after `extent()`; None before
+    episodes: int | None = None  # from the format's metadata, or after `extent()`; None before
     threads: int = 1  # that make deferred steps
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[Episode]:
         """Every episode in the source's own order, one at a time."""
 
+    def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
+        """The episodes of these numbers. A format that can skip the others without reading their data overrides this.
+
+        Args:
+            numbers: from 0, in the source's order, rising; None for all.
+
+        Raises:
+            SourceError: the source has fewer episodes.
+        """
+        if numbers is None:
+            yield from self
+            return
+        wanted = iter(numbers)
+        number = next(wanted, None)
+        for at, episode in enumerate(self):
+            if number is None:
+                return
+            if at == number:
+                yield episode
+                number = next(wanted, None)
+        if number is not None:
+            raise SourceError(f"{self.name}: there is no episode {number}")
+
+    def metadata(self) -> Iterator[Mapping[str, Any]]:
+        """What `where=` and `extent` look at: a mapping for each episode, in the source's order.
+
+        `length` is its number of steps. The other names are the format's. By default all episodes are read, and the
+        names are those of their untimed numbers. A format that knows more, or knows it without the data, overrides
+        this.
+        """
+        for number, episode in enumerate(self):
+            numbers = {name: value.item() for name, value in episode.untimed.items() if np.ndim(value) == 0}
+            yield Metadata(number, {"length": episode.length, **numbers})
+
     def release(self) -> None:  # noqa: B027
         """Closes the files that deferred steps opened. They are opened again when needed."""
 
-    def extent(self) -> Extent:
-        """Number of episodes and longest length, from metadata if there are any, otherwise by reading everything."""
-        episodes = longest = 0
-        for episode in self:
-            episodes += 1
-            longest = max(longest, episode.length)
-        self.episodes = episodes
-        return Extent(episodes, longest)
+    def extent(self, *, progress: bool = False) -> Extent:
+        """Number of episodes and longest length, from the metadata.
+
+        Args:
+            progress: shows a bar, for formats that read all data for it.
+        """
+        longest = 0
+        with Progress(f"{self.name}: lengths", self.episodes, enabled=progress, delay_s=1) as bar:
+            for about in self.metadata():
+                longest = max(longest, about["length"])
+                bar.advance(0)
+        self.episodes = bar.done
+        return Extent(bar.done, longest)
 
     def first(self) -> Episode:
         """First episode that has a step. All others must have its shapes and dtypes.
@@ -300,6 +386,10 @@ def reading(place: str, expected: str) -> Iterator[None]:
         raise
     except Exception as error:
         said = " ".join(str(error).split())
+        if isinstance(error, MemoryError):
+            raise SourceError(
+                f"{place}: does not fit into memory, where an import holds one episode at a time: {said}"
+            ) from error
         if type(error) is not ValueError:  # those say themselves what is wrong
             said = f"cannot be read: {type(error).__name__}: {said}"
         raise SourceError(f"{place}: {said} (expected {expected})") from error
@@ -310,6 +400,17 @@ def count_of(what: str, value: Any) -> int:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or not 0 <= value < 2**62:
         raise ValueError(f"{what} is a whole number from 0 on, found {value!r}")
     return int(value)
+
+
+def plain(value: Any) -> Any:
+    """A value of an episode's metadata as one of Python's: text, a number, a flag, or a list of them; else None."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
+    if isinstance(value, list | tuple):
+        return list(value) if all(isinstance(each, str | int | float) for each in value) else None
+    return value if isinstance(value, str | int | float) else None
 
 
 def flags(place: str, values: Array, first: int = 0) -> Array:

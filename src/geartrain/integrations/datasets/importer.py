@@ -27,8 +27,9 @@ from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, SourceError, StoreError, StoreExistsError, StoreFullError, StoreMissingError
 from geartrain.integrations.datasets.arguments import casts_of, checked_options
 from geartrain.integrations.datasets.episode import Array, DeferredSteps, Episode, FieldChoice, Source, reading
+from geartrain.integrations.datasets.episode_choice import EpisodeChoice, Where, chosen_episodes
 from geartrain.integrations.datasets.row_filling import RowFiller
-from geartrain.store.segment import check_name
+from geartrain.store.segment import check_name, path_hint
 from geartrain.store.store import Store
 
 _log = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ def import_dataset(
     *,
     format: str = "auto",
     fields: FieldChoice = None,
+    episodes: EpisodeChoice = None,
+    where: Where = None,
     capacity: int | None = None,
     max_length: int | None = None,
     on_too_long: TooLong = "error",
@@ -99,7 +102,9 @@ def import_dataset(
     progress: bool = True,
     **options: Any,
 ) -> Store:
-    """Creates a store with all episodes of a dataset, one per row.
+    """Creates a store with the episodes of a dataset, one per row.
+
+    About one episode is in memory at a time, so a dataset larger than memory can be imported into a file.
 
     The store is complete or absent: if anything fails, what this call created is removed. A complete store is sealed:
     flushed to its disk and marked as whole. From then on any process can open it, whichever process is killed.
@@ -113,7 +118,13 @@ def import_dataset(
         format: one of `FORMATS`; "auto" detects it from the content.
         fields: fields to import: names, `"stored=found"` assignments, or {stored: found}. A name includes everything
             below it. None imports the format's usual fields.
-        capacity: rows of the store; by default the number of episodes.
+        episodes: numbers of the episodes to import, from 0 in the dataset's order: `7`, `range(100)`, `[3, 5]`,
+            `slice(-10, None)`, or text such as "0:100" or "3,5,8:10". None imports all.
+        where: chooses episodes by their metadata: a function such as `lambda m: m["task"] == "pick"`, which gets a
+            mapping with `episode`, `length` and the names that the format has (docs/importers.md), or conditions such
+            as "task=pick" or ["length>100", "success=true"], all of which must hold. With `episodes` it looks at these
+            only. Images and videos of other episodes are not read.
+        capacity: rows of the store; by default the number of episodes that are imported.
         max_length: steps of the longest row; by default from the metadata, or from one pass over the data. If you give
             it with `capacity`, the dataset is read only once.
         on_too_long: what to do with an episode longer than `max_length`: "error", "truncate" (keep its first steps) or
@@ -131,7 +142,8 @@ def import_dataset(
 
     Raises:
         ArgumentError: the format, an option, a cast, `capacity` or `max_length` is invalid.
-        SourceError: the dataset, or an episode of it, cannot be stored.
+        SourceError: the dataset, or an episode of it, cannot be stored; or no episode is chosen.
+        FieldError: `where` asks for metadata that the episodes do not have; the message lists what they have.
         MissingDependencyError: the format's package is not installed.
         StoreExistsError: `into` exists.
         NoSpaceError: the file system has too little space for the store.
@@ -142,6 +154,9 @@ def import_dataset(
         >>> with import_dataset(data, "import-example", progress=False) as store:
         ...     len(store), store.max_length
         (3, 10)
+        >>> with import_dataset(data, "import-example", episodes="0:2", where="length>5", progress=False) as store:
+        ...     len(store)
+        2
     """
     casts, name = casts_of(cast), check_name(into)
     _check_too_long(on_too_long)
@@ -152,11 +167,20 @@ def import_dataset(
         if value is not None and whole_number(what, value, 2**62) < 1:
             raise ArgumentError(f"{what} is at least 1, found {value}")
     _check_absent(name)  # before a long pass over the data
-    opened = open_source(source, format=format, fields=fields, skip_unsupported=skip_unsupported, **options)
+    opened = open_source(
+        source,
+        format=format,
+        fields=fields,
+        episodes=episodes,
+        where=where,
+        skip_unsupported=skip_unsupported,
+        progress=progress,
+        **options,
+    )
     if capacity is None:
         capacity = opened.episodes
     if capacity is None or max_length is None:
-        extent = opened.extent()
+        extent = opened.extent(progress=progress)
         capacity = extent.episodes if capacity is None else capacity
         max_length = extent.longest if max_length is None else max_length
     if capacity < 1 or max_length < 1:
@@ -265,6 +289,7 @@ def ingest(
                 _check(source.name, fitting, schema, store.max_length, casts)
                 rows.add(fitting)
                 steps += fitting.length
+                del episode, fitting  # before the source reads the next one
         except SourceError:
             rows.finish()  # or the error of an episode before that one
             raise
@@ -282,23 +307,45 @@ def open_source(
     *,
     format: str = "auto",
     fields: FieldChoice = None,
+    episodes: EpisodeChoice = None,
+    where: Where = None,
     skip_unsupported: bool = False,
+    progress: bool = False,
     **options: Any,
 ) -> Source:
     """Opens a dataset as a `Source` of episodes, without a store.
 
+    `Source.metadata()` shows what `where` can look at.
+
     Args:
-        source, format, fields, skip_unsupported, options: as for `import_dataset`.
+        source, format, fields, episodes, where, skip_unsupported, options: as for `import_dataset`.
+        progress: show a bar on stderr while `where` looks at the metadata.
 
     Raises:
         ArgumentError: the format is unknown, or has no such option. The message lists the valid ones.
-        SourceError: the path is in no known format, or damaged.
+        SourceError: the path is in no known format, or damaged; or no episode is chosen.
+        FieldError: `where` asks for metadata that the episodes do not have; the message lists what they have.
+
+    Examples:
+        >>> import numpy as np
+        >>> data = {"obs": np.zeros((3, 10, 4), "float32"), "task": np.array([0, 1, 1])}
+        >>> source = open_source(data, where=lambda m: m["task"] == 1)
+        >>> [dict(about) for about in source.metadata()]
+        [{'episode': 1, 'task': 1, 'length': 10}, {'episode': 2, 'task': 1, 'length': 10}]
     """
+    check_flag("progress", progress)
+    opened = _opened(source, format, fields, check_flag("skip_unsupported", skip_unsupported), options)
+    return chosen_episodes(opened, episodes, where, progress=progress)
+
+
+def _opened(
+    source: object, format: str, fields: FieldChoice, skip_unsupported: bool, options: dict[str, Any]
+) -> Source:
+    """All episodes of a dataset."""
     if isinstance(source, Source):
         if fields is not None or options:
             raise SourceError(f"{source.name} is open already: give fields and options when you open it")
         return source
-    check_flag("skip_unsupported", skip_unsupported)
     if not isinstance(format, str) or format not in ("auto", *FORMATS):
         raise ArgumentError(
             f"format {shown(format)} is unknown; there are auto, {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}"
@@ -395,7 +442,7 @@ def _check_absent(name: str) -> None:
     read = "" if killed else f"Store.open({name!r}, mode='r') reads it. "
     raise StoreExistsError(
         f"a store named {name!r} exists already ({path}, {rows:,} rows{of_killed}). {read}Import under another name, "
-        f"or delete its rows first: geartrain remove {shlex.quote(name)}"
+        f"or delete its rows first: geartrain remove {shlex.quote(name)}{path_hint(name)}"
     )
 
 

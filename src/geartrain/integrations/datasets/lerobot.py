@@ -19,11 +19,13 @@ number for each step, as in the files. Convert older versions of the format (v1)
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 import os
 import re
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +34,17 @@ import numpy as np
 from geartrain.core.arguments import check_real, shown, whole_number
 from geartrain.core.json_values import parse_json, read_object
 from geartrain.errors import ArgumentError, SourceError
-from geartrain.integrations.datasets.arrow import column_values
+from geartrain.integrations.datasets.arrow import column_values, record_batches
 from geartrain.integrations.datasets.episode import (
     Array,
     DeferredSteps,
     Episode,
-    Extent,
     FieldChoice,
+    Metadata,
     Source,
     choose,
     count_of,
+    plain,
     reading,
     require,
 )
@@ -150,43 +153,79 @@ class LeRobotSource(Source):
             if why is not None:
                 raise SourceError(f"{about}: has videos, whose frames are found by timestamp: {why}")
         self._readers = VideoReaders(self.threads)
+        self._reduced: dict[str, dict[int, Any]] = {}
         self._places: dict[tuple[int, str], VideoPlace] = {}  # by episode and feature
+        self._about: dict[int, dict[str, Any]] = {}  # by episode_index, what meta/ has beside the length
         self._lengths, self._files = self._v3() if version.startswith("v3.") else self._v2()
+        self._indices = sorted(self._lengths)
         self.episodes = len(self._lengths)
 
     def __iter__(self) -> Iterator[Episode]:
         """Every episode, joined from the batches and files that it spans."""
+        return self.read()
+
+    def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
+        """The episodes. Files and row groups of others are not read, their images and videos not decoded."""
+        wanted = None if numbers is None else {self._indices[number] for number in numbers}
         parts: list[dict[str, Array]] = []
         current, where = -1, ""
         seen = 0
-        for file, index, columns in self._runs():
+        for file, index, columns in self._runs(wanted):
             if index != current:
                 if parts:
-                    yield self._episode(current, where, parts)
+                    episode, parts = self._episode(current, where, parts), []
+                    yield episode
+                    del episode
                     seen += 1
-                parts, current = [], index
+                current = index
                 where = str(file.relative_to(self._root))
             parts.append(columns)
         if parts:
             yield self._episode(current, where, parts)
             seen += 1
-        if seen != len(self._lengths):
-            raise SourceError(f"{self.name}: the data files hold {seen} episodes, meta promises {len(self._lengths)}")
+        promised = len(self._lengths) if wanted is None else len(wanted)
+        if seen != promised:
+            of_them = "" if wanted is None else " of those that were chosen"
+            raise SourceError(f"{self.name}: the data files hold {seen} episodes{of_them}, meta promises {promised}")
 
-    def extent(self) -> Extent:
-        """From meta/episodes; no data is read."""
-        return Extent(len(self._lengths), max(self._lengths.values(), default=0))
+    def metadata(self) -> Iterator[Mapping[str, Any]]:
+        """What meta/ has of each episode; no data is read, but one column where `return` or `success` is asked for."""
+        columns = {"return": "next.reward", "success": "next.success"}
+        later = {name: key for name, key in columns.items() if key in self._features}
+
+        def value(name: str, index: int) -> Any:
+            return self._per_episode(later[name])[index].item()
+
+        for number, index in enumerate(self._indices):
+            made = {name: functools.partial(value, name, index) for name in later}
+            yield Metadata(number, {"length": self._lengths[index], **self._about.get(index, {})}, made)
+
+    def _per_episode(self, key: str) -> dict[int, Any]:
+        """By episode, the sum of a column of rewards, or whether a flag is ever set."""
+        if key not in self._reduced:
+            sums = key == "next.reward"
+            found: dict[int, Any] = dict.fromkeys(self._lengths, np.float64(0) if sums else np.False_)
+            for file in self._files:
+                for episodes, batch in self._batches(file, [key], None):
+                    with reading(f"{self.name}: {file}: {key}", "one number for each frame"):
+                        values = column_values(batch.column(key), ())
+                    for index in np.unique(episodes).tolist():
+                        of_it = values[episodes == index]
+                        found[index] = found.get(index, 0) + of_it.sum() if sums else found.get(index) or of_it.any()
+            self._reduced[key] = found
+        return self._reduced[key]
 
     def release(self) -> None:
         """Closes the videos."""
         self._readers.close()
 
     def _episode(self, index: int, where: str, parts: list[dict[str, Array]]) -> Episode:
-        columns = {
-            column: parts[0][column] if len(parts) == 1 else np.concatenate([part[column] for part in parts])
-            for column in parts[0]
-        }
         name = f"episode {index} ({where})"
+        with reading(f"{self.name}: {name}", "its frames"):
+            columns = {
+                column: parts[0][column] if len(parts) == 1 else np.concatenate([part[column] for part in parts])
+                for column in parts[0]
+            }
         length = len(next(iter(columns.values())))
         if length != self._lengths.get(index):
             raise SourceError(
@@ -209,43 +248,49 @@ class LeRobotSource(Source):
         picture, part = picture_of(self._features[key]), video.part_of(self._fps)
         return VideoClip(self._readers, video.path, times, self._tolerance_s, part, picture, self._form, place)
 
-    def _runs(self) -> Iterator[tuple[Path, int, dict[str, Array]]]:
+    def _runs(self, chosen: Collection[int] | None) -> Iterator[tuple[Path, int, dict[str, Array]]]:
         """Runs of frames of one episode: the file, the episode and the columns."""
         keys = [self._paths[name] for stored, name in self._chosen.items() if stored not in self._videos]
         keys += ["timestamp"] if self._videos else []
-        rows = max(1, _BATCH_BYTES // max(1, sum(_nbytes(self._features[key]) for key in keys)))
-        for file in self._files:
-            with reading(f"{self.name}: {file}", "Parquet"):
-                # Without pre_buffer=False a whole row group is read ahead, which can be a whole file.
-                table = self._parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-            wanted = [*dict.fromkeys([*keys, "episode_index"])]
-            missing = [key for key in wanted if key not in table.schema_arrow.names]
-            if missing:
-                raise SourceError(f"{self.name}: {file}: has no column {', '.join(missing)}")
-            for batch in self._batches(table, file, rows, wanted):
-                with reading(f"{self.name}: {file}: episode_index", "whole numbers"):
-                    episodes = column_values(batch.column("episode_index"), ())
-                    if episodes.dtype.kind not in "iu":
-                        raise TypeError(f"found {episodes.dtype}")
+        for file, held in self._files.items():
+            if chosen is not None and held is not None and held.isdisjoint(chosen):
+                continue
+            for episodes, batch in self._batches(file, keys, chosen):
                 edges = [0, *(np.flatnonzero(np.diff(episodes)) + 1).tolist(), len(episodes)]
                 for begin, end in itertools.pairwise(edges):
-                    if begin == end:
+                    if begin == end or (chosen is not None and int(episodes[begin]) not in chosen):
                         continue
                     piece = batch.slice(begin, end - begin)
                     yield file, int(episodes[begin]), self._columns(file, episodes[begin], piece)
 
-    def _batches(self, table: Any, file: Path, rows: int, wanted: list[str]) -> Iterator[Any]:
-        frames = 0
-        batches = None
-        while True:
-            with reading(f"{self.name}: {file}: frame {frames} or later", "Parquet"):
-                batches = batches or table.iter_batches(batch_size=rows, columns=wanted)
-                batch = next(batches, None)
-                if batch is None:
-                    return
-                batch.validate(full=True)
-            yield batch
-            frames += len(batch)
+    def _batches(self, file: Path, keys: list[str], chosen: Collection[int] | None) -> Iterator[tuple[Array, Any]]:
+        """Batches of a file's columns, each with the episode of every frame."""
+        with reading(f"{self.name}: {file}", "Parquet"):
+            table = self._parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+            names = table.schema_arrow.names
+        columns = [*dict.fromkeys([*keys, "episode_index"])]
+        missing = [key for key in columns if key not in names]
+        if missing:
+            raise SourceError(f"{self.name}: {file}: has no column {', '.join(missing)}")
+        rows = max(1, _BATCH_BYTES // max(1, sum(_nbytes(self._features[key]) for key in keys)))
+
+        ordered = sorted(chosen or ())
+
+        def wanted(first: int, about: Any) -> bool:
+            """Whether a row group holds a frame of a chosen episode, by the least and greatest of its numbers."""
+            found = [about.column(place) for place in range(about.num_columns)]
+            known = next((each.statistics for each in found if each.path_in_schema == "episode_index"), None)
+            if chosen is None or known is None or not known.has_min_max:
+                return True
+            return bisect.bisect_left(ordered, known.min) < bisect.bisect_right(ordered, known.max)
+
+        place = f"{self.name}: {file}"
+        for _, batch in record_batches(table, place, "frame", columns=columns, rows=rows, wanted=wanted):
+            with reading(f"{self.name}: {file}: episode_index", "whole numbers"):
+                episodes = column_values(batch.column("episode_index"), ())
+                if episodes.dtype.kind not in "iu":
+                    raise TypeError(f"found {episodes.dtype}")
+            yield episodes, batch
 
     def _columns(self, file: Path, episode: int, batch: Any) -> dict[str, Array]:
         columns = {}
@@ -277,8 +322,9 @@ class LeRobotSource(Source):
             frames.append(pixels.transpose(2, 0, 1) if self._form.channels_first else pixels)
         return np.stack(frames)
 
-    def _v3(self) -> tuple[dict[int, int], list[Path]]:
-        """Length of each episode, and the data files in order."""
+    def _v3(self) -> tuple[dict[int, int], dict[Path, set[int] | None]]:
+        """Length of each episode, and the data files in order with the episodes in them; None where an episode may
+        reach into the next file."""
         tables = sorted((self._root / "meta" / "episodes").glob("*/*.parquet"))
         if not tables:
             raise SourceError(f"{self.name}: no meta/episodes/chunk-000/file-000.parquet")
@@ -288,7 +334,9 @@ class LeRobotSource(Source):
         files: dict[tuple[int, int], None] = {}
         for table in tables:
             with reading(f"{self.name}: {table}", f"Parquet with {', '.join(wanted)}"):
-                for row in self._parquet.read_table(table, columns=wanted, partitioning=None).to_pylist():
+                schema = self._parquet.read_schema(table)
+                more = [name for name in schema.names if "/" not in name and name not in wanted]
+                for row in self._parquet.read_table(table, columns=[*wanted, *more], partitioning=None).to_pylist():
                     self._add_length(lengths, row)
                     files[int(row["data/chunk_index"]), int(row["data/file_index"])] = None
                     for key in videos:
@@ -300,15 +348,26 @@ class LeRobotSource(Source):
                         )
                         begin, end = (float(row[f"videos/{key}/{edge}_timestamp"]) for edge in ("from", "to"))
                         self._places[row["episode_index"], key] = VideoPlace(path, begin, end)
-        return lengths, [self._file("data_path", chunk_index=chunk, file_index=file) for chunk, file in sorted(files)]
+        return lengths, {
+            self._file("data_path", chunk_index=chunk, file_index=file): None for chunk, file in sorted(files)
+        }
 
     def _add_length(self, lengths: dict[int, int], row: dict[str, Any]) -> None:
         index = count_of("episode_index", row["episode_index"])
         if index in lengths:
             raise SourceError(f"{self.name}: meta/ speaks twice of episode {index}")
         lengths[index] = count_of("length", row["length"])
+        about = {
+            name: value
+            for name, found in row.items()
+            if "/" not in name and name != "length" and (value := plain(found)) is not None
+        }
+        tasks = about.get("tasks")
+        if isinstance(tasks, list) and tasks:
+            about["task"] = tasks[0]
+        self._about[index] = about
 
-    def _v2(self) -> tuple[dict[int, int], list[Path]]:
+    def _v2(self) -> tuple[dict[int, int], dict[Path, set[int] | None]]:
         """The same for one file per episode."""
         path = self._root / "meta" / "episodes.jsonl"
         lengths: dict[int, int] = {}
@@ -316,10 +375,10 @@ class LeRobotSource(Source):
             for line in path.read_text().splitlines():
                 if line.strip():
                     self._add_length(lengths, parse_json(line))
-        files = []
+        files: dict[Path, set[int] | None] = {}
         for index in sorted(lengths):
             place: dict[str, Any] = {"episode_chunk": index // self._chunks_size, "episode_index": index}
-            files.append(self._file("data_path", **place))
+            files[self._file("data_path", **place)] = {index}
             for key in self._videos.values():
                 self._places[index, key] = VideoPlace(self._file("video_path", video_key=key, **place))
         return lengths, files

@@ -27,7 +27,8 @@ refuses such an episode by name. HDF5 is not affected.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,13 @@ from geartrain.integrations.datasets.arrow import column_values
 from geartrain.integrations.datasets.episode import (
     Array,
     Episode,
-    Extent,
     FieldChoice,
+    Metadata,
     Source,
     choose,
     count_of,
     flags,
+    plain,
     reading,
     require,
 )
@@ -94,10 +96,11 @@ class MinariSource(Source):
         self._jpeg = bool(getattr(storage, "jpeg_encoding", True))
         self._spaces = {"observations": storage.observation_space, "actions": storage.action_space}
         with reading(f"{self.name}: episodes' metadata", "total_steps of each episode"):
-            self._lengths = [
-                count_of("total_steps", metadata["total_steps"])
+            self._about = [
+                {name: found for name, value in metadata.items() if (found := plain(value)) is not None}
                 for metadata in storage.get_episode_metadata(range(storage.total_episodes))
             ]
+            self._lengths = [count_of("total_steps", metadata["total_steps"]) for metadata in self._about]
         self.episodes = len(self._lengths)
         if not self._lengths:
             raise SourceError(f"{self.name}: holds no episode")
@@ -110,15 +113,30 @@ class MinariSource(Source):
 
     def __iter__(self) -> Iterator[Episode]:
         """Every episode by its id, one in memory at a time."""
-        with self._opened() as opened:
-            for number, length in enumerate(self._lengths):
-                with reading(f"{self.name}: episode_{number}", f"an episode in Minari's {self._format} layout"):
-                    read = self._reader(opened, number)
-                yield self._episode(number, length, read)
+        return self.read()
 
-    def extent(self) -> Extent:
-        """From the episodes' metadata; no data is read."""
-        return Extent(len(self._lengths), max(self._lengths))
+    def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
+        """The episodes of these ids; nothing of others is read."""
+        with self._opened() as opened:
+            for number in range(len(self._lengths)) if numbers is None else numbers:
+                yield self._episode(number, self._lengths[number], self._read_from(opened, number))
+
+    def metadata(self) -> Iterator[Mapping[str, Any]]:
+        """What Minari keeps of each episode; no data is read, but the rewards where `return` is asked for."""
+        for number, about in enumerate(self._about):
+            more = {name: value for name, value in about.items() if name != "total_steps"}
+            yield Metadata(
+                number, {"length": self._lengths[number], **more}, {"return": functools.partial(self._return, number)}
+            )
+
+    def _return(self, number: int) -> float:
+        with self._opened() as opened:
+            rewards = self._read_from(opened, number, ("rewards",))(("rewards",))
+        return float(rewards[: self._lengths[number]].sum())
+
+    def _read_from(self, opened: Any, number: int, columns: Sequence[str] | None = None) -> _Reader:
+        with reading(f"{self.name}: episode_{number}", f"an episode in Minari's {self._format} layout"):
+            return self._reader(opened, number, columns)
 
     def _episode(self, number: int, length: int, read: _Reader) -> Episode:
         timed: dict[str, Array] = {}
@@ -178,15 +196,15 @@ class MinariSource(Source):
         if held != len(self._lengths):
             raise SourceError(f"{self.name}: holds {held} episodes, its metadata promise {len(self._lengths)}")
 
-    def _reader(self, opened: Any, number: int) -> _Reader:
+    def _reader(self, opened: Any, number: int, columns: Sequence[str] | None) -> _Reader:
         if self._format == "hdf5":
             group = opened[f"episode_{number}"]
             return lambda leaf: self._from_hdf5(group, leaf)
-        batch = self._batch(number)
+        batch = self._batch(number, columns)
         return lambda leaf: self._from_arrow(batch, leaf)
 
-    def _batch(self, number: int) -> Any:
-        """The Arrow record batch that an episode is.
+    def _batch(self, number: int, columns: Sequence[str] | None) -> Any:
+        """The Arrow record batch that an episode is, with these columns or those of the chosen fields.
 
         Raises:
             ValueError: it is in several pieces, whose order is unknown.
@@ -207,7 +225,7 @@ class MinariSource(Source):
         else:
             parquet = require("pyarrow.parquet", "minari", "Reading Minari's Parquet files")
             file = parquet.ParquetFile(files[0])
-            wanted = [*dict.fromkeys(self._leaf_of[name][0] for name in self._chosen.values())]
+            wanted = columns or [*dict.fromkeys(self._leaf_of[name][0] for name in self._chosen.values())]
             pieces = file.num_row_groups
 
             def read(index: int) -> Any:

@@ -7,19 +7,21 @@ long. The files of a folder are read in the order of their names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from geartrain.errors import SourceError
-from geartrain.integrations.datasets.arrow import column_values
+from geartrain.integrations.datasets.arrow import column_values, record_batches
 from geartrain.integrations.datasets.episode import (
     Array,
     Episode,
-    Extent,
     FieldChoice,
+    Metadata,
     Source,
     choose,
     reading,
@@ -28,7 +30,11 @@ from geartrain.integrations.datasets.episode import (
 
 LOOKS_FOR = "a Parquet file, or a folder of .parquet files"
 
-_BATCH_BYTES = 4 << 20
+_BATCH_BYTES = 1 << 20
+#: Bytes of a value in memory, and of its places in lists, by its type in the file.
+_SIZES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "FIXED_LEN_BYTE_ARRAY": 2}
+#: Types of columns that are metadata of an episode.
+_PLAIN = ("bool", "int", "uint", "halffloat", "float", "double", "string", "large_string")
 
 
 def recognise(path: Path) -> bool:
@@ -73,14 +79,18 @@ class ParquetSource(Source):
 
     def __iter__(self) -> Iterator[Episode]:
         """Every record."""
-        number = 0
-        for file, batch in self._batches([*dict.fromkeys(self._chosen.values())]):
-            place = f"{self.name}: {file.name}: episodes {number} to {number + len(batch) - 1}"
+        return self.read()
+
+    def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
+        """The records of these numbers; row groups without one of them are not read."""
+        wanted = None if numbers is None else np.asarray(numbers, np.int64)
+        for first, file, batch in self._batches([*dict.fromkeys(self._chosen.values())], wanted):
+            place = f"{self.name}: {file.name}: episodes {first} to {first + len(batch) - 1}"
             columns: dict[str, tuple[Array, Array | None]] = {}
             for name in self._chosen.values():
                 with reading(f"{place}: field {name!r}", "numbers, or lists of them"):
                     columns[name] = self._values(name, batch.column(name))
-            for index in range(len(batch)):
+            for index in range(len(batch)) if wanted is None else _between(wanted, first, len(batch)) - first:
                 timed, once = {}, {}
                 for stored, name in self._chosen.items():
                     values, edges = columns[name]
@@ -88,52 +98,96 @@ class ParquetSource(Source):
                         once[stored] = values[index]
                     else:
                         timed[stored] = values[edges[index] : edges[index + 1]]
-                yield Episode(f"episode {number} ({file.name})", timed, once)
-                number += 1
+                yield Episode(f"episode {first + index} ({file.name})", timed, once)
 
-    def extent(self) -> Extent:
-        """From the lists of one timed column."""
-        longest = 1
-        if self._timed:
-            longest = 0
-            for file, batch in self._batches([min(self._timed)]):
-                with reading(f"{self.name}: {file.name}", "lists"):
-                    _, edges = self._values(min(self._timed), batch.column(0))
-                assert edges is not None
-                longest = max(longest, int(np.diff(edges).max(initial=0)))
-        assert self.episodes is not None
-        return Extent(self.episodes, longest)
+    def metadata(self) -> Iterator[Mapping[str, Any]]:
+        """`length` from the smallest timed column, values of columns without lists, and `return` when asked for."""
+        assert self._schema is not None
+        once = [str(each.name) for each in self._schema if str(each.type).startswith(_PLAIN)]
+        timed = min(self._timed, key=self._size_of, default=None)
+        with_return = "reward" in self._schema.names and _is_timed(self._schema.field("reward").type)
+        for first, file, batch in self._batches([*([] if timed is None else [timed]), *once]):
+            with reading(f"{self.name}: {file.name}: episodes from {first}", "lists, and values of each record"):
+                edges = None if timed is None else self._edges(batch.column(timed))
+                values = {name: batch.column(name).to_pylist() for name in once}
+            for index in range(len(batch)):
+                known = {name: column[index] for name, column in values.items()}
+                known["length"] = 1 if edges is None else int(edges[index + 1] - edges[index])
+                number = first + index
+                later = {"return": functools.partial(self._return, number)} if with_return else {}
+                yield Metadata(number, known, later)
+
+    def _return(self, number: int) -> float:
+        return self._returns[number]
+
+    @functools.cached_property
+    def _returns(self) -> list[float]:
+        """Sum of the rewards of each record."""
+        found: list[float] = []
+        for first, file, batch in self._batches(["reward"]):
+            with reading(f"{self.name}: {file.name}: rewards of episodes from {first}", "lists of numbers"):
+                column = batch.column("reward")
+                edges, rewards = self._edges(column), column_values(column.flatten(), ())
+            found += [float(rewards[begin:end].sum()) for begin, end in itertools.pairwise(edges)]
+        return found
+
+    def _edges(self, column: Any) -> Array:
+        """Where each record's steps begin and end in a timed column."""
+        if column.null_count:
+            raise ValueError(f"{column.null_count} of {len(column)} values are missing (null)")
+        edges = np.zeros(len(column) + 1, np.int64)
+        np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False), out=edges[1:])
+        return edges
+
+    def _size_of(self, name: str) -> int:
+        with reading(str(self._files[0]), "Parquet"):
+            return _decoded_nbytes(self._parquet.ParquetFile(self._files[0]).metadata, [name])
 
     def _values(self, name: str, column: Any) -> tuple[Array, Array | None]:
         """The values of some records behind each other; and where each record's begin and end, in a timed column."""
         edges = None
-        if column.null_count:
-            raise ValueError(f"{column.null_count} of {len(column)} values are missing (null)")
         if name in self._timed:
-            edges = np.zeros(len(column) + 1, np.int64)
-            np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False), out=edges[1:])
+            edges = self._edges(column)
             column = column.flatten()
         return column_values(column, _step_shape(column.type)), edges
 
-    def _batches(self, columns: list[str]) -> Iterator[tuple[Path, Any]]:
+    def _batches(self, columns: list[str], wanted: Array | None = None) -> Iterator[tuple[int, Path, Any]]:
+        """Batches of records with the number of the first of each; those without a wanted one are left out."""
+        behind = 0  # records of the files before
         for file in self._files:
-            done = 0
-            opened: Any = None
-            batches: Any = None
-            while True:
-                with reading(f"{self.name}: {file.name}: record {done} or later", "Parquet"):
-                    if opened is None:
-                        opened = self._parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-                        about = opened.metadata
-                        nbytes = sum(about.row_group(each).total_byte_size for each in range(about.num_row_groups))
-                        size = max(1, _BATCH_BYTES * max(1, about.num_rows) // max(1, nbytes))
-                        batches = opened.iter_batches(batch_size=size, columns=columns)
-                    batch = next(batches, None)
-                    if batch is None:
-                        break
-                    batch.validate(full=True)
-                yield file, batch.select(columns)
-                done += len(batch)
+            place = f"{self.name}: {file.name}"
+            with reading(place, "Parquet"):
+                opened = self._parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+                records = opened.metadata.num_rows
+                nbytes = _decoded_nbytes(opened.metadata, columns)
+                rows = max(1, _BATCH_BYTES * max(1, records) // max(1, nbytes))
+
+            def is_wanted(first: int, about: Any, behind: int = behind) -> bool:
+                return wanted is None or len(_between(wanted, behind + first, about.num_rows)) > 0
+
+            found = record_batches(opened, place, "record", columns=columns, rows=rows, wanted=is_wanted)
+            for first, batch in found:
+                if wanted is None or len(_between(wanted, behind + first, len(batch))):
+                    yield behind + first, file, batch
+            behind += records
+
+
+def _between(numbers: Array, first: int, count: int) -> Array:
+    """Those of some rising numbers that are among `count` from `first` on."""
+    begin, end = np.searchsorted(numbers, [first, first + count])
+    return numbers[begin:end]
+
+
+def _decoded_nbytes(about: Any, columns: list[str]) -> int:
+    """Bytes of the columns of a file in memory, which can be a thousand times those of the file."""
+    nbytes = 0
+    for group in map(about.row_group, range(about.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            path = column.path_in_schema
+            if any(path == name or path.startswith(f"{name}.") for name in columns):
+                size = _SIZES.get(column.physical_type, 0)
+                nbytes += column.num_values * size if size else column.total_uncompressed_size
+    return nbytes
 
 
 def _is_timed(kind: Any) -> bool:

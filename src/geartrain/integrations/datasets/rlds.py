@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ import numpy as np
 
 from geartrain.core.json_values import read_json
 from geartrain.errors import SourceError
-from geartrain.integrations.datasets.episode import Array, Episode, Extent, FieldChoice, Source, choose, reading
+from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Metadata, Source, choose, reading
 from geartrain.integrations.datasets.images import decode_image
 from geartrain.integrations.datasets.tfrecord import array_records, parse_example, tfrecords
 
@@ -106,7 +106,11 @@ class RldsSource(Source):
 
     def __iter__(self) -> Iterator[Episode]:
         """Every record as an episode, shard by shard."""
-        for where, features in self._records():
+        return self.read()
+
+    def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
+        """The records as episodes. Others are not decoded, and shards without one of the numbers are not read."""
+        for _, where, features in self._records(numbers):
             timed: dict[str, Array] = {}
             once: dict[str, Array] = {}
             steps = self._steps(features)
@@ -120,14 +124,33 @@ class RldsSource(Source):
                     once[stored] = values[0]
             yield Episode(where, timed, once)
 
-    def extent(self) -> Extent:
-        """From the number of steps in each record; nothing is decoded."""
-        lengths = [self._steps(features) for _, features in self._records()]
-        self.episodes = len(lengths)
-        return Extent(len(lengths), max(lengths, default=0))
+    def metadata(self) -> Iterator[Mapping[str, Any]]:
+        """`length`, `return`, numbers and texts of the episode's metadata, and texts of the first step. Every record is
+        read and parsed, nothing of it decoded."""
+        for index, where, features in self._records(None):
+            known: dict[str, Any] = {"length": self._steps(features)}
+            for name, leaf in self._leaves.items():
+                told = leaf.kind == "text" or (leaf.kind == "tensor" and (not leaf.timed or name == "reward"))
+                if leaf.key not in features or not told:
+                    continue
+                values = _values_of(features[leaf.key])
+                with reading(f"{self.name}: {where}: {leaf.key}", "numbers, or text"):
+                    if leaf.timed and name == "reward":
+                        known["return"] = float(np.sum(np.asarray(values, np.float64)))
+                    elif len(values) and (leaf.timed or len(values) == 1) and leaf.encoding == "none":
+                        known[name.removeprefix("episode_metadata.")] = _plain(values[0], leaf.dtype)
+            yield Metadata(index, known)
 
-    def _records(self) -> Iterator[tuple[str, Any]]:
+    def _records(self, numbers: Sequence[int] | None) -> Iterator[tuple[int, str, Any]]:
+        """Records with their numbers; those of `numbers` alone, where they are given."""
+        wanted = None if numbers is None else set(numbers)
+        index = 0  # of the record, in all shards
         for path, count in self._shards:
+            if numbers is not None and index > numbers[-1]:
+                return
+            if wanted is not None and count is not None and wanted.isdisjoint(range(index, index + count)):
+                index += count
+                continue
             number = 0
             records = _READERS[_kind(path)](path)
             while True:
@@ -136,12 +159,15 @@ class RldsSource(Source):
                 if data is None:
                     break
                 number += 1
+                index += 1
+                if wanted is not None and index - 1 not in wanted:
+                    continue
                 where = f"{path.name} record {number - 1}"
                 try:
                     features = parse_example(data)
                 except ValueError as error:
                     raise SourceError(f"{self.name}: {where}: {error}") from error
-                yield where, features
+                yield index - 1, where, features
             if count is not None and number != count:
                 raise SourceError(
                     f"{self.name}: {path.name} holds {number} records, dataset_info.json promises {count}"
@@ -329,6 +355,13 @@ def _feature(features: Any, key: str) -> Any:
 def _values_of(feature: Any) -> Any:
     kind = feature.WhichOneof("kind")
     return getattr(feature, kind).value if kind is not None else ()
+
+
+def _plain(value: Any, dtype: str) -> Any:
+    """A number, flag or text of the metadata, as one of Python's."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return bool(value) if dtype == "bool" else value
 
 
 def _expect(found: int, expected: int) -> None:

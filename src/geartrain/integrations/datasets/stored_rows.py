@@ -94,7 +94,7 @@ class StoredRows:
 
     Raises:
         StoreMissingError, IncompatibleStoreError, UntrustedStoreError, CheckpointError: as of opening it.
-        ArgumentError: something else.
+        ArgumentError: something else, or a store with axes, strings or tasks.
     """
 
     def __init__(self, source: Store | Checkpoint | str | os.PathLike[str], *, trust: Trust = "user") -> None:
@@ -110,6 +110,9 @@ class StoredRows:
             self.name = str(source.directory)
         else:
             raise ArgumentError(f"rows come from a Store, a checkpoint or the name of either, found {source!r}")
+        if isinstance(source, Store) and source.plan is not None:
+            self.close()
+            source.check_plain("it cannot be exported yet")
         self.split = shares_rows(source.fields)
         self.fields = {name: field for name, field in source.fields.items() if not (self.split and name == EPISODES)}
         self.max_length = source.max_length

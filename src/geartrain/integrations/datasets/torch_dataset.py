@@ -91,8 +91,15 @@ class TorchSource(Source):
 
     def __iter__(self) -> Iterator[Episode]:
         """Every item as an episode."""
-        items = self._items()
-        for index in count():
+        return self.read()
+
+    def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
+        """The items as episodes; of a dataset with `__getitem__`, no others are asked for."""
+        if numbers is not None and not self._mapped:
+            yield from super().read(numbers)
+            return
+        items = self._items(numbers)
+        for index in count() if numbers is None else numbers:
             try:
                 item = next(items)
             except StopIteration:
@@ -107,15 +114,15 @@ class TorchSource(Source):
         """The first item, which was read when the dataset was opened."""
         return self._episode(0, self._first)
 
-    def _items(self) -> Iterator[Any]:
+    def _items(self, numbers: Sequence[int] | None = None) -> Iterator[Any]:
         if self._mapped:
-            return (self._dataset[index] for index in range(len(self._dataset)))
+            return (self._dataset[index] for index in (range(len(self._dataset)) if numbers is None else numbers))
         if not self._once:
             return iter(self._dataset)
         if self._started and not self._held:
             raise SourceError(
                 f"{self.name}: can be read only once, and was; give max_length and capacity, so that no "
-                f"pass over it is needed to find them"
+                f"pass over it is needed to find them, and leave out episodes= and where="
             )
         self._started = True
         return chain([self._held.pop()] if self._held else [], self._dataset)

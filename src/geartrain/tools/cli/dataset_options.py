@@ -24,7 +24,8 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 _OF_FORMATS = re.compile(r"(?<![\w'\"-])(untimed|ends|lengths|split)=")
 #: Arguments that are options of their own; the value, where one is given, without its quotes.
 _OWN = re.compile(
-    r"(?<![\w'\"-])(fields|cast|format|capacity|max_length|on_too_long)(?:=('[^']*'|\w+)?| (?=is one of))"
+    r"(?<![\w'\"-])(fields|episodes|where|cast|format|capacity|max_length|on_too_long)"
+    r"(?:=('[^']*'|\w+)?| (?=is one of))"
 )
 _FLAGS = re.compile(r"(?<![\w'\"-])(skip_unsupported|overwrite|metadata)=True(?: \(--\w+\))?")
 

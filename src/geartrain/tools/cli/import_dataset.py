@@ -34,9 +34,21 @@ def import_(
         list[str] | None,
         typer.Option(help="Field to import, or stored=found; repeat for several. All usual ones by default."),
     ] = None,
+    episodes: Annotated[
+        str | None,
+        typer.Option(help="Episodes to import: 0:100 (the first hundred), -10: (the last ten), 7, or 3,5,8:10."),
+    ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Import only episodes whose metadata matches: 'task=pick', 'length>100'; also !=, <, <=, >=. In "
+            "quotes, since the shell takes < and > for files. Repeatable: all must hold. An unknown name lists the "
+            "known ones."
+        ),
+    ] = None,
     cast: Casts = None,
     capacity: Annotated[
-        int | None, typer.Option(min=1, help="Rows of the store; as many as episodes by default.")
+        int | None, typer.Option(min=1, help="Rows of the store; as many as imported episodes by default.")
     ] = None,
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Steps that a row has room for; the longest episode's by default.")
@@ -55,6 +67,8 @@ def import_(
 ) -> None:
     """Import a dataset, an episode a row.
 
+    The dataset may be larger than memory: about one episode is in memory at a time.
+
     Reads Minari datasets, D4RL-layout HDF5, RLDS/TFDS files (TFRecord, ArrayRecord), LeRobot v3 and v2 datasets with
     their videos, Parquet and .npz files of arrays, each without the framework that wrote it. The store is complete or
     absent.
@@ -62,6 +76,8 @@ def import_(
     Example: geartrain import ~/datasets/hopper.hdf5 --into ./hopper.gt --cast float64=float32
 
     Example: geartrain import ~/datasets/aloha --into ./aloha.gt --option image_size=240x320
+
+    Example: geartrain import ~/datasets/aloha --into ./pick.gt --episodes 0:100 --where task=pick --where 'length>50'
     """
     from geartrain.integrations import import_dataset
 
@@ -71,6 +87,8 @@ def import_(
             into,
             format=format,
             fields=field,
+            episodes=episodes,
+            where=where,
             cast=cast or (),
             capacity=capacity,
             max_length=max_length,

@@ -1,0 +1,267 @@
+"""Batches of stores with axes or tasks: rows of their own lengths, packed one behind the other.
+
+They are drawn, counted, redrawn and released as all batches are (sampler.py). A native transfer copies their rows, in
+the place of the fields of padded batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+import geartrain._native as _native
+from geartrain.core.arguments import some_of
+from geartrain.core.keys import Keys
+from geartrain.core.tasks import RowPlan
+from geartrain.errors import ArgumentError, FieldError, StaleKeyError
+from geartrain.replay.batch import METADATA, Array, Batch, unknown_field
+from geartrain.replay.native_batch import keys_of
+from geartrain.selection.epochs import Epochs
+from geartrain.selection.mixture import Selection, strategies_of
+from geartrain.selection.strategy import traits_of
+from geartrain.store.packed import AxisBounds, PackedFields, PackedReader
+from geartrain.store.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+    from geartrain.replay.config import ReplayConfig
+
+
+class PackedBatch(PackedFields, Batch):
+    """A batch of rows with lengths of their own, as a `Batch` and as `PackedFields`. Made by replays and `fetch`.
+
+    `start` is 0 and `length` is 1 for each row, and there is no mask: such rows have no steps.
+    """
+
+    __slots__ = ("_bounds", "_device", "_found", "_names", "_output", "_plan", "_shown")
+    _found: _native.PackedArrays | None  # None: all values are in `_shown`
+    _names: Sequence[str]
+    _plan: RowPlan
+    _output: str
+    _shown: dict[str, Any]
+    _bounds: dict[str, AxisBounds]
+    _device: Any
+
+    def __new__(cls, **values: Any) -> Any:
+        """Made of a batch's own attributes, as `dataclasses.replace` does, it is a plain batch."""
+        return Batch(**values)
+
+    def _read(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._names:
+                raise unknown_field(name, self._names)
+        assert self._found is not None
+        self.show(self._names, self._found, names)
+
+    def _read_axis(self, axis: str) -> None:
+        if axis not in self._known_axes() or self._found is None:
+            raise FieldError(f"the batch has no field of the axis {axis!r}; it has {some_of(self._names)}")
+        self.show_axis(axis, self._found)
+
+    def _known_axes(self) -> list[str]:
+        return _axes_of(self._plan, self._names)
+
+    def _rows(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Any:
+        return iter(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    @property
+    def fields(self) -> dict[str, Array]:  # type: ignore[override]
+        """Values by name. `for name in batch`, `batch.items()` and `batch.values()` work as for a dict."""
+        return {name: self[name] for name in self._names}
+
+    @property
+    def nbytes(self) -> int:
+        if self._found is not None:
+            return self._found.nbytes
+        return sum(sum(map(len, value)) if isinstance(value, list) else int(value.nbytes) for value in self.values())
+
+    def to(self, device: str | torch.device, *, non_blocking: bool = False) -> PackedBatch:
+        plain = Batch({}, self.keys, mask=None, **_metadata_of(self))
+        moved = plain.to(device, non_blocking=non_blocking)
+        return self._with(moved, lambda value: value.to(moved.start.device, non_blocking=non_blocking))
+
+    def clone(self) -> PackedBatch:
+        return self._with(self, lambda value: value.clone())
+
+    def copy_(self, other: Batch) -> Batch:
+        raise ArgumentError("packed batches differ in shape, so that none is copied over another: use the new one")
+
+    def _with(self, metadata: Batch, change: Callable[[Any], Any]) -> PackedBatch:
+        """The same with values that are changed one by one."""
+        shown = {name: value if isinstance(value, list) else change(value) for name, value in self.fields.items()}
+        bounds = {axis: self.bounds_of(axis) for axis in self._known_axes()}
+        described = {name: None if value is None else change(value) for name, value in _metadata_of(metadata).items()}
+        return _made(self._plan, self._output, self._names, shown, bounds, self.keys, described, self.step)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        bounds = {axis: self.bounds_of(axis) for axis in self._known_axes()}
+        described = _metadata_of(self)
+        return _made, (self._plan, self._output, self._names, self.fields, bounds, self.keys, described, self.step)
+
+    def __repr__(self) -> str:
+        return f"PackedBatch({len(self)} rows: {some_of(self._names)})"
+
+
+def _metadata_of(batch: Batch) -> dict[str, Any]:
+    return {name: getattr(batch, name) for name in METADATA if name not in ("mask", "draw", "cu_seqlens")}
+
+
+def _axes_of(plan: RowPlan, names: Sequence[str]) -> list[str]:
+    """The axes of fields, and those by which they are divided."""
+    found: dict[str, None] = {}
+    for name in names:
+        axis = plan.fields[name].axis
+        while axis is not None:
+            found[axis] = None
+            divider = plan.axes[plan.axis(axis) - 1].divided_by
+            axis = None if divider is None else plan.fields[divider].axis
+    return list(found)
+
+
+def _made(
+    plan: RowPlan,
+    output: str,
+    names: Sequence[str],
+    shown: dict[str, Any],
+    bounds: dict[str, AxisBounds],
+    keys: Keys,
+    metadata: Mapping[str, Any],
+    step: int | None,
+    found: _native.PackedArrays | None = None,
+) -> PackedBatch:
+    made: PackedBatch = object.__new__(PackedBatch)
+    device = getattr(metadata["start"], "device", None)
+    values = {
+        "_plan": plan,
+        "_output": output,
+        "_names": names,
+        "_shown": shown,
+        "_bounds": bounds,
+        "_found": found,
+        "_device": device,
+        "keys": keys,
+        "mask": None,
+        "draw": None,
+        "step": step,
+        **metadata,
+    }
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def packed_batch(
+    reader: PackedReader,
+    output: str,
+    found: _native.PackedArrays,
+    keys: Keys,
+    rows: _native.SampledBatch | None = None,
+    step: int | None = None,
+) -> PackedBatch:
+    """A batch of rows that were read.
+
+    Args:
+        reader: what was read.
+        output: "torch" or "numpy".
+        found: the values.
+        keys: keys of the rows.
+        rows: metadata of a sampled batch; None for rows that were fetched by key.
+        step: number of the batch.
+    """
+    n = len(keys)
+    metadata: dict[str, Any] = {
+        "start": np.zeros(n, np.int32),
+        "length": np.ones(n, np.int32),
+        "version": found.versions(),
+        "probability": None if rows is None else rows.probability(),
+        "importance_weights": None if rows is None else rows.importance_weights(),
+    }
+    if output == "torch":
+        import torch
+
+        metadata = {name: None if value is None else torch.from_numpy(value) for name, value in metadata.items()}
+    return _made(reader.plan, output, reader.names, {}, {}, keys, metadata, step, found)
+
+
+def sampled_packed(
+    reader: PackedReader,
+    output: str,
+    found: _native.PackedArrays,
+    rows: _native.SampledBatch,
+    store_id: int,
+    step: int,
+) -> PackedBatch:
+    """The batch of a replay's step."""
+    return packed_batch(reader, output, found, keys_of(rows, [store_id]), rows, step)
+
+
+def fetch_packed(
+    store: Store,
+    plan: RowPlan,
+    keys: Keys,
+    fields: Sequence[str] | None,
+    output: str,
+    threads: int,
+    on_stale: Literal["raise", "drop"],
+) -> PackedBatch:
+    """`geartrain.fetch` of a store with axes or tasks; see there.
+
+    Raises:
+        FieldError: a task that writes one of the fields is not done for some of the rows.
+    """
+    names = list(plan.fields) if fields is None else list(fields)
+    if not names or len(set(names)) != len(names):
+        raise ArgumentError(f"name each field once, and at least one; found {names}")
+    reader = PackedReader(store.native, plan, names, threads=threads)
+    while True:
+        found = reader.read(keys)
+        torn = found.torn()
+        if not torn.any():
+            return packed_batch(reader, output, found, keys)
+        reader.check_ready(keys, found)
+        if on_stale == "raise":
+            raise StaleKeyError(
+                f"{int(torn.sum())} of {len(keys)} keys are stale: their rows were dropped or freed "
+                f"(first: row {keys.row[np.flatnonzero(torn)[0]]})"
+            )
+        keys = keys[np.flatnonzero(torn == 0)]
+
+
+def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayConfig, of_ranks: bool) -> bool:
+    """Whether the batches of a replay are packed ones. Raises `ArgumentError` for what such stores do not have."""
+    if all(store.plan is None for store in stores):
+        return False
+    what = f"the store {next(store for store in stores if store.plan is not None).name!r} has axes, strings or tasks"
+    refused = {
+        "several stores (Mixture)": len(stores) > 1,
+        "group or mesh": of_ranks,
+        "update_lag": config.update_lag is not None,
+        "device": config.device is not None,
+        "inputs or targets": config.inputs is not None or config.targets is not None,
+        "window": config.window is not None,
+        "view": config.view is not None,
+    }
+    given = [name for name, is_given in refused.items() if is_given]
+    if given:
+        advice = {
+            "device": "; move batches with batch.to(device)",
+            "window": "; a batch has all items of its rows",
+            "view": "; a batch has all items of its rows",
+        }.get(given[0], "; its batches are drawn from one store, on one host")
+        raise ArgumentError(f"{what}, and a replay of it takes no {', '.join(given)}{advice}")
+    over_steps = isinstance(selection, Epochs) and selection.over == "steps"
+    if over_steps or any(traits_of(each).over_steps for each in strategies_of(selection)):
+        raise ArgumentError(f"{what}: its rows have no steps, so that rows must be drawn; found {selection!r}")
+    return True
+
+
+__all__ = ["PackedBatch", "check_packed", "fetch_packed", "packed_batch", "sampled_packed"]
