@@ -16,7 +16,8 @@ import hostile.public as public
 import hostile.race_counts as race_counts
 import hostile.rlinf
 import hostile.sb3
-import hostile.stores  # noqa: F401  # the factories
+import hostile.stores  # the factories
+import hostile.tasks  # noqa: F401
 import pytest
 from hostile.open_defects import OPEN
 from hostile.scenarios import RACES, SCENARIOS, applies

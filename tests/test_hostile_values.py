@@ -12,7 +12,8 @@ import hostile.doors_peers
 import hostile.doors_rate_limiters
 import hostile.doors_recorders
 import hostile.doors_replays
-import hostile.doors_stores  # noqa: F401
+import hostile.doors_stores
+import hostile.doors_tasks  # noqa: F401
 import pytest
 from hostile.subject import Tools
 from hostile.values import DOORS, refused, sweep

@@ -238,7 +238,9 @@ void PackedRows::locate_all() {
     if (!there(i)) return;
     for (const uint32_t source : sources) {
       const SpanHead* const head = tasks.heap().head(tasks.word(rows_[i], source).span);
-      if (head != nullptr) __builtin_prefetch(head);
+      if (head == nullptr) continue;
+      __builtin_prefetch(head);
+      __builtin_prefetch(head + 1);  // lengths that divide an axis
     }
   };
   for (size_t i = 0; i < 2 * kRowsAhead; ++i) ask_for_words(i);
@@ -370,7 +372,7 @@ void PackedRows::copy(unsigned threads) const {
   });
 }
 
-// Whether all rows that are not torn are whole; false where one that has changed does not fit into its place any more.
+// Whether all rows that are not torn are whole; false where one is torn by now, or does not fit into its place.
 bool PackedRows::settle() {
   for (size_t i = 0; i < size(); ++i) {
     if (torn_[i] == 0 && !holds(i) && !copy_again(i)) return false;
@@ -388,11 +390,7 @@ bool PackedRows::copy_again(size_t i) {
   std::vector<uint64_t> sizes;
   for (size_t f = 0; f < of_fields; ++f) sizes.push_back(piece(f, i).bytes);
   for (uint32_t tries = 0; tries < kPackedTries; ++tries) {
-    if (locate_soundly(i) != Found::whole) {
-      torn_[i] = 1;
-      return true;
-    }
-    bool fits = lengths_of() == before;
+    bool fits = locate_soundly(i) == Found::whole && lengths_of() == before;
     for (size_t f = 0; f < of_fields; ++f) fits = fits && piece(f, i).bytes == sizes[f];
     for (size_t a = 0; fits && a < of_axes; ++a) {
       const std::vector<int32_t>& found = row_parts_[a];

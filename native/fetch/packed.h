@@ -91,8 +91,8 @@ class PackedRows {
 
   PackedRows(const PackedPlan& plan, std::span<const uint32_t> rows, std::span<const uint32_t> generations);
 
-  // Returns how many rows are torn: their keys are stale, or they lack what is asked for (unready). The values of torn
-  // rows are undefined. Throws schema where an axis has more items than 32 bits count; turnover where rows change
+  // Returns how many rows are torn: their keys are stale, or they lack what is asked for (unready). Torn rows have no
+  // items. Throws schema where an axis has more items than 32 bits count; turnover where rows change
   // faster than they can be read; corrupt.
   uint64_t read(const Room& room, unsigned threads);
 

@@ -14,14 +14,15 @@ constexpr uint64_t aligned(uint64_t bytes) {
 }  // namespace
 
 SpanLayout::SpanLayout(const std::vector<FieldRecord>& fields, uint32_t task, uint8_t axis) {
-  for (const bool strings : {false, true}) {
+  enum Pass : uint8_t { dividing, arrays, strings };
+  for (const Pass pass : {dividing, arrays, strings}) {
     for (uint32_t i = 0; i < fields.size(); ++i) {
       const FieldRecord& field = fields[i];
       if (!in_spans(field) || field.task != task || (axis != 0 && field.axis != axis)) continue;
-      if ((field.kind != SpanKind::array) != strings) continue;
+      if (pass != (field.divides != 0 ? dividing : field.kind == SpanKind::array ? arrays : strings)) continue;
       fields_.push_back({i, field.block_bytes, field.axis, field.kind});
     }
-    if (!strings) arrays_ = fields_.size();
+    if (pass == arrays) arrays_ = fields_.size();
   }
 }
 

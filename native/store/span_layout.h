@@ -1,7 +1,8 @@
 // Span layout: where the fields of one insert, put or append lie in their span.
 //
 //   head             64 bytes (segment/span_heap.h): the items of each axis
-//   arrays           items of each field, one behind the other; each field 64-byte aligned
+//   arrays           items of each field, one behind the other; each field 64-byte aligned. Lengths that divide an axis
+//                    come first, next to the head: who reads a row needs both before anything else
 //   strings          of each field of strings u32 [items + 1], where they begin and the last one ends; then their bytes
 //
 // Arrays come first, so that where they lie follows from the head alone. A field without an axis has one item. All that
@@ -39,7 +40,7 @@ class SpanLayout {
   // Fields of a task; with an axis only those that have it, as an append writes them.
   SpanLayout(const std::vector<FieldRecord>& fields, uint32_t task, uint8_t axis = 0);
 
-  const std::vector<SpanField>& fields() const { return fields_; }  // arrays, then strings
+  const std::vector<SpanField>& fields() const { return fields_; }  // lengths that divide, other arrays, then strings
   bool empty() const { return fields_.empty(); }
   size_t arrays() const { return arrays_; }  // how many of the fields are no strings
 

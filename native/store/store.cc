@@ -3,7 +3,6 @@
 
 #include "store/store.h"
 #include "store/client_lock.h"
-#include "store/tasks.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -71,7 +70,7 @@ std::unique_ptr<Store> Store::create(const std::string& name, const std::vector<
   control.next_sequence = 1;
   control.free_head = control.free_tail = control.order_head = control.order_tail = kNoRow;
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) store->client(slot).held = kNoRow;
-  if (spans) store->tasks_->clear();
+  if (spans) store->clear_tasks();
   for (uint64_t row = 0; row < header.capacity; ++row) store->put_free_row(static_cast<uint32_t>(row));
   store->join();
   store->mapping_->publish();
@@ -135,11 +134,7 @@ void Store::bind_trees() {
     step_tree_ = PriorityTree(region<std::atomic<uint64_t>>(kStepWordsRegion),
                               region<std::atomic<uint64_t>>(kStepNodesRegion), rows * header().max_length);
   }
-  if (geometry_.tasks != nullptr) {
-    tasks_ = std::make_unique<Tasks>(*this, geometry_.tasks, region<TaskTable>(kTasksRegion),
-                                     region<std::byte>(kSpansRegion), region<std::atomic<uint64_t>>(kTaskWordsRegion),
-                                     region<std::atomic<uint64_t>>(kDueRegion));
-  }
+  if (geometry_.tasks != nullptr) bind_tasks();
   priority_scale_ = std::ldexp(1.0, static_cast<int>(header().priority_fraction_bits));
 }
 
@@ -188,7 +183,7 @@ void Store::shut(bool keep, double timeout_s, Deadline calls_end) {
   // Whoever waits to be admitted looks again. The limiter is another process's memory where the segment was refused.
   if (whole && !read_only() && priority_tree_.leaves() != nullptr) {
     announce(control().limiter);
-    if (tasks_ != nullptr) tasks_->wake_all();
+    if (tasks_ != nullptr) wake_tasks();
   }
   if (!calls_.drain(calls_end)) {
     fail(ErrorKind::lock_timeout, "calls of other threads are still using ", mapping_->path(),

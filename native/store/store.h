@@ -395,6 +395,9 @@ class Store final : public OpenStore {
   [[noreturn]] void refuse_writing() const;
   void mark_clean();
   void refuse_spans(const char* what) const;
+  void bind_tasks();  // tasks.cc
+  void clear_tasks();
+  void wake_tasks() const;
   void check_rows(std::span<const uint32_t> rows) const;
   void join();  // takes a client slot; the gate is held
   void shut(bool keep, double timeout_s, Deadline calls_end);
@@ -553,7 +556,7 @@ class Store final : public OpenStore {
   PriorityTree priority_tree_;
   BitTree bit_tree_;
   PriorityTree step_tree_;
-  std::unique_ptr<Tasks> tasks_;
+  std::shared_ptr<Tasks> tasks_;  // whose deleter knows it
   mutable CallsInFlight calls_;
   std::atomic<uint32_t> client_slot_{kNoClient};  // none: read-only, or a forked child that has not joined
   std::mutex joining_mutex_;

@@ -73,6 +73,20 @@ Tasks::Tasks(Store& store, std::shared_ptr<const TaskTable> checked, TaskTable* 
   for (uint32_t task = 0; task <= count_; ++task) layouts_.emplace_back(fields, task);
 }
 
+void Store::bind_tasks() {
+  tasks_ = std::make_shared<Tasks>(*this, geometry_.tasks, region<TaskTable>(kTasksRegion),
+                                   region<std::byte>(kSpansRegion), region<std::atomic<uint64_t>>(kTaskWordsRegion),
+                                   region<std::atomic<uint64_t>>(kDueRegion));
+}
+
+void Store::clear_tasks() {
+  tasks_->clear();
+}
+
+void Store::wake_tasks() const {
+  tasks_->wake_all();
+}
+
 // --- words and bits -------------------------------------------------------------------------------------------
 
 bool Tasks::due_bit(uint32_t task, uint32_t row) const {

@@ -95,7 +95,7 @@ class Field:
         most = MAX_DIMS if per_row else MAX_DIMS - 1
         if len(dims) > most:
             raise SchemaError(
-                f"a field has at most {MAX_DIMS} axes{'' if per_row else ', one of them time or named'}, "
+                f"a field has at most {MAX_DIMS} axes{'' if per_row else ', one of them time' if axis is None else ', one of them named'}, "
                 f"shape {dims} has {len(dims)}"
             )
         if any(n <= 0 for n in dims):
@@ -104,7 +104,7 @@ class Field:
             raise SchemaError(f"an axis has at most {MAX_AXIS} elements; the shape is {dims}")
         if axis is not None and per_row:
             raise SchemaError(f"a field with the axis {axis!r} has its own length in each row: leave out per_row=True")
-        self._set(dims, as_dtype(dtype).name, per_row, axis, divides, "array")
+        _set(self, dims, as_dtype(dtype).name, per_row, axis, divides, "array")
         if divides is None:
             return
         check_label("an axis", divides)
@@ -113,16 +113,6 @@ class Field:
                 f"a field that divides an axis has one length for each item of another axis, such as "
                 f"Field(('answers',), 'int32', divides={divides!r}); found {self}"
             )
-
-    def _set(
-        self, shape: tuple[int, ...], dtype: str, per_row: bool, axis: str | None, divides: str | None, kind: Kind
-    ) -> None:
-        for name, value in zip(
-            ("shape", "dtype", "per_row", "axis", "divides", "kind"),
-            (shape, dtype, per_row, axis, divides, kind),
-            strict=True,
-        ):
-            object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         shape = self.shape if self.axis is None else (self.axis, *self.shape)
@@ -167,6 +157,20 @@ class Field:
         return self.nbytes if self.per_row else max_length * self.nbytes
 
 
+def _set(
+    field: Field,
+    shape: tuple[int, ...],
+    dtype: str,
+    per_row: bool,
+    axis: str | None,
+    divides: str | None,
+    kind: Kind,
+) -> None:
+    values = {"shape": shape, "dtype": dtype, "per_row": per_row, "axis": axis, "divides": divides, "kind": kind}
+    for name, value in values.items():
+        object.__setattr__(field, name, value)
+
+
 class Text(Field):
     """A field of strings of any length: one a row, or one for each item of an axis.
 
@@ -184,7 +188,7 @@ class Text(Field):
     """
 
     def __init__(self, axis: str | None = None) -> None:
-        self._set((), "uint8", False, None if axis is None else check_label("an axis", axis), None, "text")
+        _set(self, (), "uint8", False, None if axis is None else check_label("an axis", axis), None, "text")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'' if self.axis is None else repr(self.axis)})"
@@ -205,7 +209,14 @@ class Bytes(Text):
     """
 
     def __init__(self, axis: str | None = None) -> None:
-        self._set((), "uint8", False, None if axis is None else check_label("an axis", axis), None, "bytes")
+        _set(self, (), "uint8", False, None if axis is None else check_label("an axis", axis), None, "bytes")
+
+
+def spanned_field(shape: tuple[int, ...], dtype: str, axis: str | None, divides: str | None, kind: Kind) -> Field:
+    """A field of a store with axes or tasks, as its segment describes it."""
+    if kind != "array":
+        return (Text if kind == "text" else Bytes)(axis)
+    return Field(shape if axis is None else (axis, *shape), dtype, per_row=axis is None, divides=divides)
 
 
 def of_field(name: str, error: SchemaError) -> SchemaError:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from geartrain.core.arguments import check_flag, did_you_mean, shown, some_of
-from geartrain.core.schema import KINDS, MAX_AXES, MAX_FIELDS, Bytes, Field, Text, check_fields, check_label
+from geartrain.core.schema import KINDS, MAX_AXES, MAX_FIELDS, Field, check_fields, check_label, spanned_field
 from geartrain.errors import SchemaError
 
 MAX_TASKS = 64
@@ -213,16 +213,8 @@ def plan_of_stored(
     found: dict[str, Field] = {}
     writer: dict[str, int] = {}
     for (name, field), (axis, task, divides, kind) in zip(fields.items(), places, strict=True):
-        described = Field.__new__((Field, Bytes, Text)[kind])
-        described._set(
-            field.shape,
-            field.dtype,
-            axis == 0 and kind == 0,
-            axes[axis - 1][0] if axis else None,
-            axes[divides - 1][0] if divides else None,
-            KINDS[kind],
-        )
-        found[name], writer[name] = described, task
+        on, cut = (axes[each - 1][0] if each else None for each in (axis, divides))
+        found[name], writer[name] = spanned_field(field.shape, field.dtype, on, cut, KINDS[kind]), task
     ordered: dict[str, Task] = {}
     for number, (name, after, flags) in enumerate(tasks, 1):
         own = {field: found[field] for field in names if writer[field] == number}

@@ -38,7 +38,29 @@ def _metrics() -> Iterator[Metric]:
         reclaimed_total="Rows reclaimed from processes that died",
         repairs_total="Rebuilds after a death inside the lock",
     )
-    yield from some("store", ("store", "reason"), removed_total="Rows removed: evicted, expired, exhausted, deleted")
+    yield from some(
+        "store",
+        ("store",),
+        under_way="Rows that tasks are still to be done for",
+        span_bytes="Bytes for values of different lengths",
+        free_span_bytes="What is free of them",
+    )
+    yield from some(
+        "task",
+        ("store", "task"),
+        due="Rows that may be claimed",
+        claimed="Rows that are claimed",
+        done_total="Puts",
+        released_total="Rows released by their claimers",
+        deaths_total="Claimers that died",
+        set_back_total="Results given up to make room",
+        oldest_claim_seconds="Since the oldest claimed row was inserted",
+    )
+    yield from some(
+        "store",
+        ("store", "reason"),
+        removed_total="Rows removed: evicted, expired, exhausted, deleted, dropped, given up",
+    )
     yield from some(
         "limiter",
         ("store",),
@@ -185,6 +207,15 @@ def _of_store(label: tuple[str, ...], store: Mapping[str, Any]) -> Iterator[Valu
         yield f"store_{name}", label, counters[name]
     for reason in ("evicted", "expired", "exhausted", "deleted"):
         yield "store_removed", (*label, reason), counters[reason]
+    if store["tasks"]:
+        for name in ("under_way", "span_bytes", "free_span_bytes"):
+            yield f"store_{name}", label, counters[name]
+        for reason in ("dropped", "given_up"):
+            yield "store_removed", (*label, reason), counters[reason]
+    for task, about in store["tasks"].items():
+        for name in ("due", "claimed", "done", "released", "deaths", "set_back"):
+            yield f"task_{name}", (*label, task), about["figures"][name]
+        yield "task_oldest_claim_seconds", (*label, task), about["oldest_age_s"] or 0.0
     yield "limiter_enabled", label, float(limiter["enabled"])
     yield "limiter_lead", label, limiter["lead"]
     yield "limiter_error_buffer", label, limiter["error_buffer"]

@@ -133,9 +133,23 @@ def _store(name: str, trust: Trust) -> dict[str, Any]:
             "lock_holder": process_of_thread(holder) if holder else None,
             "counters": store.stats(),
             "limiter": {**asdict(limiter), "lead": limiter.lead},
+            "tasks": tasks_of(store),
         }
     finally:
         store.close()
+
+
+def tasks_of(store: Store) -> dict[str, dict[str, Any]]:
+    """Figures of each task of a store, and who holds its oldest claim; empty if it has no tasks."""
+    if not store.tasks:
+        return {}
+    last = list(store.tasks)[-1]
+    found: dict[str, dict[str, Any]] = {}
+    for name, figures in store.task_stats().items():
+        oldest = None if name == last else store.oldest_claim(name)
+        pid, age_s = (None, None) if oldest is None else oldest
+        found[name] = {"figures": figures, "oldest_pid": pid, "oldest_age_s": age_s}
+    return found
 
 
 def _weights(trust: Trust) -> list[dict[str, Any]]:

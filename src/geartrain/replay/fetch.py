@@ -101,11 +101,12 @@ def fetch(
             and "copy" pin the segment until the store is closed.
 
     Returns:
-        The batch, (n, ...) in the order of the keys.
+        The batch, (n, ...) in the order of the keys. Rows of a store with axes or tasks are packed, whole, and may be
+        under way; there `window`, `ends`, `starts`, `pad`, `out` and `path` are refused.
 
     Raises:
         StaleKeyError: rows were overwritten or removed since the keys were made, or during the copy.
-        FieldError: the store has no such field.
+        FieldError: the store has no such field, or the task that writes it is not done for some of the rows.
         ArgumentError: keys of another store, or an argument does not fit the store.
         StoreClosedError: the store was closed.
         PinError: path="gather" or "copy", and the segment cannot be pinned.
@@ -136,8 +137,8 @@ def fetch(
         placed = window is not None or ends is not None or starts is not None or pad != "left"
         if placed or out is not None or path != "auto":
             raise ArgumentError(
-                f"the store {store.name!r} has axes, strings or tasks, and its rows are read whole into memory of their "
-                f"own: leave out window, ends, starts, pad, out and path"
+                f"the store {store.name!r} has axes, strings or tasks: its rows are read whole into memory of their "
+                f"own. Leave out window, ends, starts, pad, out and path"
             )
         if fields is not None:
             check_names_of("fields", fields)

@@ -1,7 +1,7 @@
 """Batches of stores with axes or tasks: rows of their own lengths, packed one behind the other.
 
-They are drawn, counted, redrawn and released as all batches are (sampler.py). A native transfer copies their rows in the
-place of the fields of padded batches.
+They are drawn, counted, redrawn and released as all batches are (sampler.py). A native transfer copies their rows, in
+the place of the fields of padded batches.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class PackedBatch(PackedFields, Batch):
     __slots__ = ("_bounds", "_device", "_found", "_names", "_output", "_plan", "_shown")
     _found: _native.PackedArrays | None  # None: all values are in `_shown`
     _names: Sequence[str]
+    _plan: RowPlan
+    _output: str
+    _shown: dict[str, Any]
+    _bounds: dict[str, AxisBounds]
+    _device: Any
 
     def __new__(cls, **values: Any) -> Any:
         """Made of a batch's own attributes, as `dataclasses.replace` does, it is a plain batch."""
@@ -49,12 +54,12 @@ class PackedBatch(PackedFields, Batch):
             if name not in self._names:
                 raise unknown_field(name, self._names)
         assert self._found is not None
-        self._show(self._names, self._found, names)
+        self.show(self._names, self._found, names)
 
     def _read_axis(self, axis: str) -> None:
         if axis not in self._known_axes() or self._found is None:
             raise FieldError(f"the batch has no field of the axis {axis!r}; it has {some_of(self._names)}")
-        self._show_axis(axis, self._found)
+        self.show_axis(axis, self._found)
 
     def _known_axes(self) -> list[str]:
         return _axes_of(self._plan, self._names)
@@ -98,12 +103,12 @@ class PackedBatch(PackedFields, Batch):
     def _with(self, metadata: Batch, change: Callable[[Any], Any]) -> PackedBatch:
         """The same with values that are changed one by one."""
         shown = {name: value if isinstance(value, list) else change(value) for name, value in self.fields.items()}
-        bounds = {axis: self._axis(axis) for axis in self._known_axes()}
+        bounds = {axis: self.bounds_of(axis) for axis in self._known_axes()}
         described = {name: None if value is None else change(value) for name, value in _metadata_of(metadata).items()}
         return _made(self._plan, self._output, self._names, shown, bounds, self.keys, described, self.step)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        bounds = {axis: self._axis(axis) for axis in self._known_axes()}
+        bounds = {axis: self.bounds_of(axis) for axis in self._known_axes()}
         described = _metadata_of(self)
         return _made, (self._plan, self._output, self._names, self.fields, bounds, self.keys, described, self.step)
 

@@ -63,6 +63,10 @@ class Replay:
     Batches follow from the store's contents, the strategy's seed and the step number. `state_dict` holds the step, so a
     resumed run draws the same batches as one that was never interrupted.
 
+    The store may have axes or tasks (docs/tasks.md). Its batches are packed: values of rows one behind the other, without
+    a mask. Iteration then ends when `store.finish()` was called and fewer rows than a batch needs are left. Such a replay
+    takes no window, view, device, group, mesh or update_lag.
+
     Any thread may ask for a batch; they take turns. `update_priorities` and `close` may be called at any time from any
     thread. `close` ends a `sample` that waits with `StoreClosedError`. After a fork the child has its own replay, at
     the same step. A replay over several ranks, or with a device, works only in the process that made it.

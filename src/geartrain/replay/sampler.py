@@ -120,7 +120,7 @@ class StoreSampler(StoreWaits):
         self._fixed_alpha = self.alpha if fixed else None
         self.raises = self._fixed_alpha != 1
         self.atom = self.traits.atom
-        # Rows are finished in another order than they were inserted in, and freed by their draw: nothing is passed over.
+        # Rows are finished in another order than they were inserted in, and freed by their draw: none is passed over.
         self._moves_on = self.traits.cursor and not (tasks is not None and tasks.tasks)
         self._cursor_name = "after" if self._moves_on else ""
         self._asks_shards = False  # of code of the strategy's own: for many shards

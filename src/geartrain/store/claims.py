@@ -158,7 +158,7 @@ class ClaimedRow:
         Raises:
             FieldError: they are not.
         """
-        return int(self._claim._axis(axis).lengths[self._index])
+        return int(self._claim.bounds_of(axis).lengths[self._index])
 
     @property
     def partial(self) -> Partial:
@@ -312,7 +312,7 @@ class Claim(PackedFields):
                     f"the field {name!r} may not be there yet: {self.task!r} does not come after {writer!r}, which "
                     f"writes it"
                 )
-        self._show(names, self._found(names), names)
+        self.show(names, self._found(names), names)
 
     def _read_axis(self, axis: str) -> None:
         number = self._plan.axis(axis) - 1
@@ -323,7 +323,7 @@ class Claim(PackedFields):
         if self._plan.axes[number].divided_by is None:
             self._bounds[axis] = AxisBounds(*_bounds_of(self._lengths[:, number]), None)
         else:
-            self._show_axis(axis, self._found((), (axis,)))
+            self.show_axis(axis, self._found((), (axis,)))
 
     def _found(self, names: Sequence[str], axes: Sequence[str] = ()) -> Any:
         """What was read of the rows; zeros of those that are gone."""
@@ -357,7 +357,7 @@ class Claim(PackedFields):
             raise self._stale(i)
         if axis is None:
             return values[i]
-        bounds = self._axis(axis).bounds
+        bounds = self.bounds_of(axis).bounds
         return values[bounds[i] : bounds[i + 1]]
 
     # --- ending -----------------------------------------------------------------------------------------------
@@ -604,7 +604,7 @@ class Claim(PackedFields):
             for item, count in lengths.items():
                 found[item], at = strings[at : at + count], at + count
             return found
-        values = self._as_field(
+        values = self.as_field(
             raw.view(np.dtype(f"V{field.itemsize}") if field.itemsize > 8 else f"u{field.itemsize}").reshape(
                 -1, *field.shape
             ),

@@ -153,7 +153,7 @@ class StoreHandle:
             "priority_per": "step" if about["step_priorities"] else "row",
             "new_priority": "max" if about["max_priority"] else "one",
             "persist": about["persist"],
-            **({} if self.plan is None else {"tasks": self.tasks or None, "span_bytes": about["span_bytes"]}),
+            **({} if self.plan is None else {"span_bytes": about["span_bytes"]}),
         }
 
     @property

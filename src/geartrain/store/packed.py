@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,22 +117,24 @@ class PackedFields:
     def _rows(self) -> int:
         raise NotImplementedError
 
-    def _show(self, names: Sequence[str], found: _native.PackedArrays, taken: Sequence[str]) -> None:
-        """Takes the values of `taken` out of what was read of the fields `names`, and the bounds of their axes."""
+    def show(self, names: Sequence[str], found: _native.PackedArrays, taken: Sequence[str]) -> None:
+        """Internal: takes values of `taken`, and bounds of their axes, out of what was read of the fields `names`."""
         for name in taken:
             place, field = names.index(name), self._plan.fields[name]
             if field.kind != "array":
                 self._shown[name] = found.strings(place)
             else:
-                self._shown[name] = self._as_field(found.field(place), field.dtype)
+                self._shown[name] = self.as_field(found.field(place), field.dtype)
             if field.axis is not None:
-                self._show_axis(field.axis, found)
+                self.show_axis(field.axis, found)
 
-    def _show_axis(self, axis: str, found: _native.PackedArrays) -> None:
+    def show_axis(self, axis: str, found: _native.PackedArrays) -> None:
+        """Internal: takes the bounds of an axis out of what was read."""
         if axis not in self._bounds:
             self._bounds[axis] = AxisBounds(*found.axis(self._plan.axis(axis)))
 
-    def _as_field(self, array: NDArray[Any], dtype: str) -> Any:
+    def as_field(self, array: NDArray[Any], dtype: str) -> Any:
+        """Internal: an array of raw values as users get it."""
         if self._output == "torch":
             return as_tensor(array, DTYPES[dtype])
         shown_as = numpy_dtype(DTYPES[dtype])
@@ -165,9 +167,10 @@ class PackedFields:
             SchemaError: the store has no such axis.
             FieldError: the task that sets the lengths of the axis is not done, or the batch has none of its fields.
         """
-        return self._as_output(self._axis(axis).lengths)
+        return self._as_output(self.bounds_of(axis).lengths)
 
-    def _axis(self, axis: str) -> AxisBounds:
+    def bounds_of(self, axis: str) -> AxisBounds:
+        """Internal: the bounds of an axis; errors as of `lengths`."""
         if axis not in self._bounds:
             self._plan.axis(axis)  # which refuses what is none
             self._read_axis(axis)
@@ -180,7 +183,7 @@ class PackedFields:
         axis = self._plan.fields[name].axis
         if axis is None:
             return np.arange(self._rows() + 1, dtype=np.int32)
-        found = self._axis(axis)
+        found = self.bounds_of(axis)
         return found.bounds if found.parts is None else found.parts
 
     def cu_seqlens_of(self, name: str) -> Any:
@@ -207,15 +210,22 @@ class PackedFields:
                 f"cu_seqlens is of one axis, and there are {len(found)}: {some_of(found)}. Name a field: "
                 f"cu_seqlens_of('...')"
             )
-        bounds = self._axis(found[0])
+        bounds = self.bounds_of(found[0])
         return self._as_output(bounds.bounds if bounds.parts is None else bounds.parts)
 
     def position_ids(self, name: str) -> Any:
-        """Place of each item of a field in its sequence: (total,) int64, 0, 1, 2, ... from each sequence's begin on."""
+        """Place of each item of a field in its sequence: (total,) int64, 0, 1, 2, ... from each sequence's begin on.
+
+        Args:
+            name: a field.
+        """
         return self._as_output(_positions(self._field_bounds(name)))
 
     def jagged(self, name: str) -> torch.Tensor:
         """A field as a nested tensor (sequences, j, ...) of layout `torch.jagged`, over the same memory.
+
+        Args:
+            name: a field with an axis.
 
         Raises:
             FieldError: the field has strings, or no axis.
@@ -283,7 +293,7 @@ class PackedFields:
         by = next(iter(divided.values()), None)
         row_of = None
         if by is not None:
-            counts = self._axis(by).lengths
+            counts = self.bounds_of(by).lengths
             row_of = np.repeat(np.arange(len(counts)), counts)
         runs = []
         for name in names:
@@ -355,7 +365,7 @@ class Joined:
         shape = tuple(getattr(values, "shape", ()))
         if not shape or shape[0] != len(self.values):
             raise ArgumentError(
-                f"part takes one entry for each joined value, ({len(self.values)}, ...); found an array of shape {shape}. "
+                f"part takes one entry for each joined value, ({len(self.values)}, ...); found shape {shape}. "
                 f"A model's batch axis of 1 goes with values[0]"
             )
         at = self._at[name]
@@ -420,13 +430,13 @@ def _join(names: Sequence[str], values: Sequence[Any], runs: Sequence[_Runs], as
     )
 
 
-def check_output(output: object) -> str:
+def check_output(output: object) -> Literal["torch", "numpy"]:
     """ "torch" or "numpy"; raises `ArgumentError` for anything else, `MissingDependencyError` without torch."""
     if not isinstance(output, str) or output not in ("torch", "numpy"):
         raise ArgumentError(f"output is 'torch' or 'numpy', found {shown(output)}")
     if output == "torch":
         require_torch("a batch of tensors", "; output='numpy' makes arrays")
-    return output
+    return "torch" if output == "torch" else "numpy"
 
 
 __all__ = ["AxisBounds", "Joined", "PackedFields", "PackedReader", "check_output"]

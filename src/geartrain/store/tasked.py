@@ -383,6 +383,11 @@ class TaskedStore(WritableStore):
             found[list(found)[-1]]["due"] = len(self)
         return found
 
+    def oldest_claim(self, task: str) -> tuple[int, float] | None:
+        """Internal: the process that has claimed the oldest row of a task, and seconds since that row's insert."""
+        found = self.native.oldest_claim(self._tasks_plan().number(task))
+        return None if found is None else (found[1], max(0.0, time.time() - found[2] / 1e9))
+
     # --- waits ----------------------------------------------------------------------------------------------
 
     def _wait_for_due(

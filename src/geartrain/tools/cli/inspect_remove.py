@@ -15,6 +15,7 @@ import geartrain.core.counters as counters
 import geartrain.weights as weights
 from geartrain.core.shared_files import Trust, check_trust, segments_directory, shared_files
 from geartrain.errors import ArgumentError, GeartrainError, IncompatibleStoreError
+from geartrain.launch.host_snapshot import tasks_of
 from geartrain.store.store import Store
 from geartrain.tools.cli.app import app, die, escape, make_table, out
 from geartrain.tools.cli.checks import output_folder
@@ -238,10 +239,10 @@ def _describe(store: Store) -> dict[str, Any]:
         "fields": [
             {
                 "name": name,
-                "shape": list(field.shape),
-                "dtype": field.dtype,
+                "shape": [*([] if field.axis is None else [field.axis]), *field.shape],
+                "dtype": field.dtype if field.kind == "array" else field.kind,
                 "per_row": field.per_row,
-                "row_bytes": field.block_nbytes(store.max_length),
+                "row_bytes": _row_bytes(store, name),
             }
             for name, field in store.fields.items()
         ],
@@ -250,14 +251,35 @@ def _describe(store: Store) -> dict[str, Any]:
         "max_length": store.max_length,
         "steps": int(status["length"].sum()),
         "bytes": store.nbytes,
-        "row_bytes": sum(f.nbytes for f in store.fields.values()),
+        "row_bytes": sum(_row_bytes(store, name) is not None and f.nbytes for name, f in store.fields.items()),
         "processes": store.native.live_clients(),
         "closed_in_order": store.native.closed_in_order(),
         "options": store.options,
         "counters": store.stats(),
+        "axes": list(store.axes),
+        "tasks": tasks_of(store),
         "versions": [int(status["version"].min()), int(status["version"].max())] if len(priorities) else None,
         "priorities": {"edges": edges.tolist(), "rows": counts.tolist(), "zero": int((priorities == 0).sum())},
     }
+
+
+def _row_bytes(store: Store, name: str) -> int | None:
+    """Bytes of a field in every row; None if each row has its own."""
+    if store.plan is not None and store.plan.in_spans(name):
+        return None
+    return store.fields[name].block_nbytes(store.max_length)
+
+
+def _print_tasks(tasks: dict[str, Any]) -> None:
+    if not tasks:
+        return
+    table = make_table("task", "due", "claimed", "done", "released", "deaths", "set back", "oldest claim")
+    for name, task in tasks.items():
+        figures, pid = task["figures"], task["oldest_pid"]
+        oldest = "" if pid is None else f"process {pid}, inserted {task['oldest_age_s']:,.0f} s ago"
+        numbers = (figures[key] for key in ("due", "claimed", "done", "released", "deaths", "set_back"))
+        table.add_row(escape(name), *(f"{number:,}" for number in numbers), oldest)
+    out.print(table)
 
 
 def _histogram_edges(priorities: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -303,9 +325,10 @@ def _print_store(about: dict[str, Any]) -> None:
             str(tuple(field["shape"])),
             field["dtype"],
             "yes" if field["per_row"] else "no",
-            f"{field['row_bytes']:,}",
+            "as it comes" if field["row_bytes"] is None else f"{field['row_bytes']:,}",
         )
     out.print(table)
+    _print_tasks(about["tasks"])
     limits = {key: value for key, value in about["options"].items() if value is not None}
     out.print("options   " + escape(", ".join(f"{key}={value}" for key, value in limits.items())))
     shown = {key: value for key, value in about["counters"].items() if value}

@@ -52,7 +52,7 @@ def top(
     """Watch stores, replays, actors, RPC peers, collectives and weights of this host: rates, waits and their causes.
 
     What is stopped or lost, and who waits because of it, stands at the top. It only reads: nothing is attached to,
-    locked or written. Keys: 1 to 6 one section, 0 all, arrows and Enter all of a line, s and r sort, p pauses, q quits.
+    locked or written. Keys: 1 to 7 one section, 0 all, arrows and Enter all of a line, s and r sort, p pauses, q quits.
 
     Example: geartrain top --once
 

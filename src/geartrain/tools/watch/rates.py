@@ -21,8 +21,12 @@ def add_rates(before: Mapping[str, Any] | None, now: dict[str, Any]) -> dict[str
     for store in now["stores"]:
         then = stores.get(store["name"])
         store["rates"] = {}
+        for task in store.get("tasks", {}).values():
+            task["rates"] = {}
         if "error" in store or then is None or elapsed_s <= 0 or then["age_s"] > store["age_s"]:
             continue
+        for name, task in store["tasks"].items():
+            task["rates"] = _rates(then["tasks"][name]["figures"], task["figures"], elapsed_s)
         store["rates"] = _rates(then["counters"], store["counters"], elapsed_s) | {
             name: (store["limiter"][name] - then["limiter"][name]) / elapsed_s for name in _LIMITER
         }

@@ -1,6 +1,6 @@
 """Screen of `geartrain top`: its state, its keys, and its lines for a terminal of any size.
 
-1-6 or Tab  one section, 0 all      up, down  choose a line        Enter  all of it, Esc back
+1-7 or Tab  one section, 0 all      up, down  choose a line        Enter  all of it, Esc back
 s, S        sort by another column  r         the other way round  p      pause        q  quit
 """
 
@@ -18,7 +18,7 @@ from geartrain.core.printable import printable
 from geartrain.tools.watch.causes import Diagnosis
 from geartrain.tools.watch.sections import Column, Line, Section, sections_of, size
 
-HELP = "1-6 section, 0 all, up/down, Enter all of a line, Esc back, s sort, r reverse, p pause, q quit"
+HELP = "1-7 section, 0 all, up/down, Enter all of a line, Esc back, s sort, r reverse, p pause, q quit"
 _STYLES = {"stopped": "bold red", "lost": "red", "waits": "yellow", "note": "dim"}
 _GAP = "  "
 
@@ -51,10 +51,10 @@ class Screen:
             return False
         if key == "p":
             self.paused = not self.paused
-        elif key in "0123456" and len(key) == 1:
+        elif key in "01234567" and len(key) == 1:
             self._show(None if key == "0" else int(key) - 1)
         elif key == "tab":
-            self._show(0 if self.section is None else (self.section + 1) % 7 if self.section < 5 else None)
+            self._show(0 if self.section is None else self.section + 1 if self.section < 6 else None)
         elif key in ("up", "k"):
             self.cursor, self.scroll = max(0, self.cursor - 1), max(0, self.scroll - 1)
         elif key in ("down", "j"):

@@ -118,6 +118,7 @@ def sections_of(snapshots: Sequence[Mapping[str, Any]], names: Sequence[str] = (
         _section("peers", views, many, _PEERS, _peers),
         _section("groups", views, many, _GROUPS, _groups),
         _section("weights", views, many, _WEIGHTS, _weights),
+        _section("tasks", views, many, _TASKS, _tasks),
     ]
     return [each.naming(names) for each in made]
 
@@ -183,6 +184,42 @@ def _stores(view: HostView) -> Iterator[Line]:
             "" if used else _IDLE,
             store,
         )
+
+
+_TASKS = [
+    _NAME,
+    Column("task", text, right=False),
+    Column("due", count),
+    Column("claimed", count),
+    Column("done/s", count),
+    Column("done", count),
+    Column("set back", count),
+    Column("deaths", count),
+    Column("oldest claim", text, right=False),
+]
+
+
+def _tasks(view: HostView) -> Iterator[Line]:
+    for store in view.snapshot["stores"]:
+        for name, task in store.get("tasks", {}).items():
+            figures, pid = task["figures"], task["oldest_pid"]
+            oldest = "" if pid is None else f"process {pid}, {task['oldest_age_s']:,.0f} s old"
+            yield _line(
+                _TASKS,
+                {
+                    "name": store["name"],
+                    "task": name,
+                    "due": figures["due"],
+                    "claimed": figures["claimed"],
+                    "done/s": task["rates"].get("done"),
+                    "done": figures["done"],
+                    "set back": figures["set_back"],
+                    "deaths": figures["deaths"],
+                    "oldest claim": oldest,
+                },
+                "",
+                store,
+            )
 
 
 def _limiter(store: Mapping[str, Any]) -> str:
