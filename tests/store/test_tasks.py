@@ -137,6 +137,17 @@ def test_an_insert_waits_for_a_row_and_says_what_fills_the_store() -> None:
         assert store.stats()["dropped"] == 1
 
 
+def test_a_put_that_has_no_time_writes_where_a_newer_row_was_set_back_for_it() -> None:
+    with simple(span_bytes=1 << 12) as store:
+        store.insert({"x": [1, 2]})
+        older = store.claim("work")
+        older_key = older.keys
+        next(iter(newer := store.claim("work"))).append(y=np.zeros(500, np.float32))
+        newer.release()
+        assert len(older.put(y=[np.zeros(700, np.float32)], timeout_s=0)) == 0
+        assert store.keys() == older_key and store.stats()["set_back"] == 1
+
+
 def test_an_insert_larger_than_all_spans_is_refused_at_once(store: gt.Store) -> None:
     with pytest.raises(NoSpaceError, match="larger span_bytes"):
         store.insert({"prompt": [np.zeros(1 << 20, np.int32)], "id": [1]})
