@@ -173,6 +173,7 @@ void bind_base(nb::module_& module);
 void bind_store(nb::module_& module);
 void bind_store_rows(nb::class_<Store>& store);
 void bind_tasks(nb::class_<Store>& store);
+void bind_one_row_writer(nb::module_& module);
 void bind_fetch(nb::module_& module);
 void bind_packed(nb::module_& module);
 void bind_batch(nb::module_& module);

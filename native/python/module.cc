@@ -87,6 +87,7 @@ NB_MODULE(_native, module) {
   bind_batch(module);
   bind_row_fetcher(module);
   bind_inserter(module);
+  bind_one_row_writer(module);
   bind_step_writer(module);
   bind_selection(module);
   bind_codec(module);

@@ -10,6 +10,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cstring>
 #include <memory>
 
@@ -333,7 +334,7 @@ class RowWriter {
       tasks_.await_space(seen, seconds_left(slice));
     }
   }
-  size_t done() const { return at_; }
+  Wrote wrote(size_t i) const { return rows_[i].skipped ? Wrote::stale : i < at_ ? Wrote::done : Wrote::waits; }
 
  private:
   void write_some() {
@@ -346,13 +347,12 @@ class RowWriter {
       tasks_.finish(write_, task_, left.first(begun));
     } catch (...) {
       try {
-        tasks_.abandon(write_, task_, left);
+        tasks_.abandon(task_, left);
       } catch (const Error&) {
         // The first error is the cause. Spans that are left are freed when this process leaves.
       }
       throw;
     }
-    for (TaskRow& each : left.first(begun)) each.span = 0;  // filled: no later fill touches it
     at_ += begun;
   }
 
@@ -371,6 +371,32 @@ class RowWriter {
 Write write_of(int number) {
   if (number < 0 || number > 2) fail(ErrorKind::schema, "no way to write rows: ", number);
   return static_cast<Write>(number);
+}
+
+// Runs a writer until its rows are through or the time is over; `prepare` once before, without the GIL.
+template <typename Prepare>
+void run_writer(Store& store, RowWriter& writer, double timeout_s, const Prepare& prepare) {
+  Tasks& tasks = tasks_of(store);
+  bool prepared = false;
+  const auto give_up_waiting = [&] {
+    try {
+      released(store, [&] { tasks.stop_waiting(); });
+    } catch (const Error&) {
+      // The store is closed: nothing of it waits any more.
+    }
+  };
+  try {
+    const bool all = patiently(timeout_s, [&](Deadline slice, Deadline) {
+      const Store::Call call(store);
+      if (!prepared) prepare();
+      prepared = true;
+      return writer.run(slice);
+    });
+    if (!all) give_up_waiting();
+  } catch (...) {
+    give_up_waiting();
+    throw;
+  }
 }
 
 // Writes rows of a task: put (0), append (1), rewrite (2). `merges`: of a put of one row, what was appended becomes one
@@ -402,40 +428,102 @@ nb::object write_rows(Store& store, int write, uint32_t task, uint8_t axis, cons
   const std::vector<int32_t> given = copied(parts);
   std::vector<Appended> appended(merges ? 1 : 0);
   RowWriter writer(store, how, task, axis, written, values.sources(), appended, threads);
-  bool prepared = false;
-  const auto give_up_waiting = [&] {
-    try {
-      released(store, [&] { tasks.stop_waiting(); });
-    } catch (const Error&) {
-      // The store is closed: nothing of it waits any more.
+  run_writer(store, writer, timeout_s, [&] {
+    if (merges) {
+      appended[0] = merge_appended(store, task, written[0],
+                                   parts ? std::optional(std::span<const int32_t>(given)) : std::nullopt);
     }
-  };
-  try {
-    const bool all = patiently(timeout_s, [&](Deadline slice, Deadline) {
-      const Store::Call call(store);
-      if (!prepared) {
-        if (merges) {
-          appended[0] = merge_appended(store, task, written[0],
-                                       parts ? std::optional(std::span<const int32_t>(given)) : std::nullopt);
-        }
-        values.check(written);
-        size_spans(store, task, axis, written, values.sources(), appended);
-        prepared = true;
-      }
-      return writer.run(slice);
-    });
-    if (!all) give_up_waiting();
-  } catch (...) {
-    give_up_waiting();
-    throw;
-  }
+    values.check(written);
+    size_spans(store, task, axis, written, values.sources(), appended);
+  });
   std::vector<uint8_t> out(n);
   for (size_t i = 0; i < n; ++i) {
-    const Wrote wrote = written[i].skipped ? Wrote::stale : i < writer.done() ? Wrote::done : Wrote::waits;
-    out[i] = static_cast<uint8_t>(wrote);
+    out[i] = static_cast<uint8_t>(writer.wrote(i));
   }
   return to_numpy(std::move(out));
 }
+
+// The whole of a put or an append of one row in one call, for NumPy arrays that need no conversion. The fields of the
+// task are looked up once. Whatever is out of the ordinary is left to the caller, who converts it or says what is
+// wrong.
+class OneRowWriter {
+ public:
+  // `axis`: that appends extend; 0: puts.
+  OneRowWriter(Store& store, uint32_t task, uint8_t axis, const nb::list& names, std::vector<uint32_t> fields)
+      : store_(store), task_(task), axis_(axis), fields_(std::move(fields)) {
+    check_task_number(tasks_of(store), task);
+    if (axis > tasks_of(store).described().axis_count) fail(ErrorKind::schema, "no axis number ", axis);
+    if (names.size() != fields_.size()) fail(ErrorKind::schema, "as many names as fields are needed");
+    for (const uint32_t field : fields_) {
+      if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+    }
+    for (const nb::handle name : names) {
+      Py_INCREF(name.ptr());
+      PyObject* interned = name.ptr();
+      PyUnicode_InternInPlace(&interned);
+      names_.push_back(nb::steal(interned));
+    }
+  }
+
+  // Writes the row of a claim. `known`: lengths of the row's axes that the task does not set. Returns a Wrote, or None
+  // with nothing done for arguments that it does not take.
+  nb::object write(nb::handle values, uint32_t row, uint32_t generation, uint16_t claim, const In<uint32_t>& known,
+                   uint32_t item, double timeout_s) {
+    const size_t count = fields_.size();
+    if (PyDict_CheckExact(values.ptr()) == 0 || static_cast<size_t>(PyDict_GET_SIZE(values.ptr())) != count) {
+      return nb::none();
+    }
+    if (count == 0 || store_.is_closed() || row >= store_.header().capacity) return nb::none();
+    const TaskTable& described = tasks_of(store_).described();
+    if (known.size() != described.axis_count) return nb::none();
+    TaskRow written{.row = row, .generation = generation, .claim = claim, .item = item};
+    std::array<bool, kMaxAxes> told{};
+    std::array<HostArray, kMaxFields> arrays;
+    std::array<const std::byte*, kMaxFields> at{};
+    std::array<PackedSource, kMaxFields> sources;
+    for (size_t f = 0; f < count; ++f) {
+      PyObject* value = PyDict_GetItemWithError(values.ptr(), names_[f].ptr());
+      if (value == nullptr) {
+        PyErr_Clear();
+        return nb::none();
+      }
+      const FieldRecord& field = store_.fields()[fields_[f]];
+      if (field.kind != SpanKind::array || !arrays[f].open(value) || !fits(field, arrays[f])) return nb::none();
+      if (field.axis != 0) {
+        const size_t axis = field.axis - 1u;
+        const auto items = static_cast<uint64_t>(arrays[f].shape()[0]);
+        if (!told[axis] && described.axes[axis].owner != task_) written.lengths[axis] = known.data()[axis];
+        if (!told[axis] && described.axes[axis].owner == task_) written.lengths[axis] = static_cast<uint32_t>(items);
+        told[axis] = true;
+        if (items != written.lengths[axis]) return nb::none();
+      }
+      at[f] = arrays[f].data();
+      sources[f] = {fields_[f], std::span(&at[f], 1)};
+    }
+    const std::span<const PackedSource> all = std::span(sources).first(count);
+    RowWriter writer(store_, axis_ == 0 ? Write::put : Write::append, task_, axis_, {&written, 1}, all, {}, 0);
+    run_writer(store_, writer, timeout_s, [&] { size_spans(store_, task_, axis_, {&written, 1}, all, {}); });
+    return nb::int_(static_cast<int>(writer.wrote(0)));
+  }
+
+ private:
+  // Whether the array has the dtype of the field, and its shape: (items, ...) with an axis.
+  static bool fits(const FieldRecord& field, const HostArray& array) {
+    const auto shape = array.shape();
+    const size_t lead = field.axis != 0;
+    if (array.code() != field.dtype || shape.size() != lead + field.ndim) return false;
+    for (size_t d = 0; d < field.ndim; ++d) {
+      if (static_cast<uint64_t>(shape[lead + d]) != field.shape[d]) return false;
+    }
+    return lead == 0 || static_cast<uint64_t>(shape[0]) <= UINT32_MAX / 2;
+  }
+
+  Store& store_;
+  uint32_t task_;
+  uint8_t axis_;
+  std::vector<uint32_t> fields_;
+  std::vector<nb::object> names_;
+};
 
 // What was appended to a claimed row so far: (axis, items (p,), lengths (p, axes), values), in the order of items and
 // then of appends. `fields`: whose values; each is (bytes) or, of strings, (bytes, sizes).
@@ -518,6 +606,12 @@ nb::object oldest_claim(const Store& store, uint32_t task) {
 }
 
 }  // namespace
+
+void bind_one_row_writer(nb::module_& module) {
+  nb::class_<OneRowWriter>(module, "OneRowWriter")
+      .def(nb::init<Store&, uint32_t, uint8_t, const nb::list&, std::vector<uint32_t>>(), nb::keep_alive<1, 2>())
+      .def("write", &OneRowWriter::write);
+}
 
 void bind_tasks(nb::class_<Store>& store) {
   store

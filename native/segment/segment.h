@@ -360,13 +360,16 @@ struct alignas(64) TaskFigures {
 };
 static_assert(sizeof(TaskFigures) == 64);
 
-// A put or append that waits for a span.
+// A thread whose put or append waits for a span.
 struct SpaceWaiter {
-  std::atomic<uint64_t> place;  // of its row in the ring, counted from the oldest; 0: nobody waits
-  uint32_t slot;                // client
+  std::atomic<uint64_t> place;  // sequence of its row + 1; 0: nobody waits
+  uint64_t units;               // of the span
   uint32_t thread;
+  uint16_t slot;   // client
+  uint8_t claims;  // the row is claimed, and the claim can be given up
+  uint8_t reserved;
 };
-static_assert(sizeof(SpaceWaiter) == 16);
+static_assert(sizeof(SpaceWaiter) == 24);
 constexpr uint32_t kMaxSpaceWaiters = 256;
 
 // The tasks of a store. Number 0 is the insert, the last one has no fields; without tasks there is the insert alone.
@@ -379,10 +382,11 @@ struct TaskTable {
   std::atomic<uint32_t> finished;       // no more rows will be inserted
   std::atomic<uint32_t> space_changes;  // the futex of those who wait for a row or a span
   std::atomic<uint32_t> space_waiting;  // threads asleep
+  std::atomic<uint32_t> waiter_count;   // of `waiters`, those that wait
   uint32_t next_row;                    // where the search for a free row begins: rows are taken in a ring
   std::atomic<uint64_t> under_way;      // rows
   std::atomic<uint64_t> dropped, given_up, set_back, revoked;  // rows, events
-  uint32_t claims[kMaxClients];                                // rows claimed by each client
+  uint32_t claims[kMaxClients];                                // of each client: rows claimed, and spans it is filling
   SpaceWaiter waiters[kMaxSpaceWaiters];
   SpanIndex index;
 };

@@ -185,6 +185,21 @@ std::string damaged_ends(const Control& control, const Client* clients, uint64_t
   return {};
 }
 
+std::string damaged_tasks(const TaskTable& table, const TaskTable& checked, uint64_t capacity) {
+  if (table.next_row >= capacity) return message_of({"rows are taken from ", table.next_row, " of ", capacity, " on"});
+  for (uint32_t task = 1; task <= checked.task_count; ++task) {
+    const TaskFigures& its = table.figures[task];
+    for (const uint32_t count : {its.due.load(), its.claimed.load(), its.remaining.load()}) {
+      if (count > capacity) return message_of({"task ", task, " counts ", count, " rows of ", capacity});
+    }
+  }
+  if (table.under_way.load() > capacity) return message_of({"it counts ", table.under_way, " rows of ", capacity});
+  if (table.index.free_units.load() > checked.span_units) {
+    return message_of({"it counts ", table.index.free_units, " free units of ", checked.span_units});
+  }
+  return {};
+}
+
 std::string damaged_lists(const Control& control, const Client* clients, const RowStatus* rows, uint64_t capacity) {
   std::string damage = damaged_ends(control, clients, capacity);
   uint64_t held = 0;

@@ -36,6 +36,9 @@ std::string damaged_ends(const Control& control, const Client* clients, uint64_t
 // rows.
 std::string damaged_lists(const Control& control, const Client* clients, const RowStatus* rows, uint64_t capacity);
 
+// What is wrong with the counts of a store's tasks, or empty. May run while other processes use the segment.
+std::string damaged_tasks(const TaskTable& table, const TaskTable& checked, uint64_t capacity);
+
 // Whether the lock is one that processes share and that survives their deaths, as a new segment's is.
 bool is_robust_mutex(const pthread_mutex_t& mutex);
 // Whether a process died in the lock and nobody has taken it since: the kernel marks the word.

@@ -129,7 +129,7 @@ void Store::put_free_row(uint32_t row) {
   if (tasks_ != nullptr && !tasks_->freed(row)) return;
   Control& c = control();
   RowStatus& s = status()[row];
-  s.state = RowState::free;
+  std::atomic_ref(s.state).store(RowState::free, kRelaxed);
   s.previous = c.free_tail;
   s.next = kNoRow;
   (c.free_tail == kNoRow ? c.free_head : status()[c.free_tail].next) = row;
@@ -143,7 +143,7 @@ void Store::hold(uint32_t row, uint32_t slot, RowState state) {
   // The owner before the state, for a rebuild after a death in between: a row in a held state belongs to its owner.
   s.owner = static_cast<uint16_t>(slot);
   std::atomic_signal_fence(std::memory_order_release);
-  s.state = state;
+  std::atomic_ref(s.state).store(state, kRelaxed);
   s.previous = kNoRow;
   s.next = mine.held;
   if (mine.held != kNoRow) status()[mine.held].previous = row;

@@ -162,7 +162,13 @@ void Store::rebuild_locked(Steps steps) {
   }
   for (uint64_t word = 0; word < bit_tree_.shape().leaves; ++word) bit_tree_.leaves()[word].store(0, kRelaxed);
   uint64_t under_way = 0;
-  if (tasks_ != nullptr) tasks_->begin_rebuild();
+  struct Rebuild {
+    Tasks* tasks;
+    ~Rebuild() {
+      if (tasks != nullptr) tasks->end_rebuild();
+    }
+  } rebuild{tasks_.get()};
+  if (tasks_ != nullptr) tasks_->begin_rebuild(alive);
   for (uint32_t row = 0; row < rows; ++row) {
     RowStatus& s = status()[row];
     s.mark = 0;
@@ -250,7 +256,7 @@ void Store::rebuild_locked(Steps steps) {
   bit_tree_.rebuild();
   if (tasks_ != nullptr) {
     Sums sums(*this);
-    tasks_->finish_rebuild(alive, sums);
+    tasks_->finish_rebuild(sums);
   }
   if (finished != 0) {
     // Their writer had not yet made room for them.

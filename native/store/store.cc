@@ -97,8 +97,8 @@ std::unique_ptr<Store> Store::attach(const std::string& name, const AttachOption
       fail(ErrorKind::stale_store, path, " holds ", store->committed_count(),
            " rows of a run whose processes have all ended without closing it");
     }
-    const std::string damage =
-        damaged_lists(control, store->clients(), store->status().data(), store->header().capacity);
+    std::string damage = damaged_lists(control, store->clients(), store->status().data(), store->header().capacity);
+    if (damage.empty()) damage = store->damaged_tasks();
     if (clean && !damage.empty() && !options.adopt) {
       fail(ErrorKind::corrupt, path, " is damaged: ", damage, ". adopt=True rebuilds its lists from its rows");
     }
@@ -107,13 +107,18 @@ std::unique_ptr<Store> Store::attach(const std::string& name, const AttachOption
     init_robust_mutex(&control.mutex);
     control.rebuilding.store(clean && damage.empty() ? 0 : 1);  // before anything walks a list
   } else {
-    const std::string damage = is_robust_mutex(control.mutex)
-                                   ? damaged_ends(control, store->clients(), store->header().capacity)
-                                   : "its lock is none";
+    std::string damage = is_robust_mutex(control.mutex)
+                             ? damaged_ends(control, store->clients(), store->header().capacity)
+                             : "its lock is none";
+    if (damage.empty()) damage = store->damaged_tasks();
     if (!damage.empty()) fail(ErrorKind::corrupt, path, " is damaged: ", damage, ", and other processes use it");
   }
   store->join();
   return store;
+}
+
+std::string Store::damaged_tasks() const {
+  return tasks_ == nullptr ? "" : geartrain::damaged_tasks(tasks_->table(), tasks_->described(), header().capacity);
 }
 
 void Store::bind_trees() {

@@ -383,6 +383,7 @@ class Store final : public OpenStore {
  private:
   Store(Mapping mapping, Geometry geometry);
   void bind_trees();
+  std::string damaged_tasks() const;
 
   std::byte* base() const { return mapping_->data(); }
   Client* clients() const { return reinterpret_cast<Client*>(base() + kClientsOffset); }

@@ -16,8 +16,8 @@ namespace {
 
 constexpr size_t kRowsAHold = 64;
 constexpr uint8_t kDeathsAllowed = 3;
-constexpr uint32_t kFilled = 1;   // SpanHead::mark; of others the client that fills it, from bit 8 on
-constexpr uint8_t kRewrites = 1;  // SpanHead::reserved: it is counted among its writer's claims until it is filled
+constexpr uint32_t kFilled = 1;  // SpanHead::mark; of others the client that fills it, from bit 8 on
+constexpr uint64_t kShareOfTasks = 16;
 constexpr double kLookForDeadS = 0.25;
 
 constexpr uint32_t filled_by(uint32_t slot) {
@@ -144,10 +144,14 @@ bool Tasks::under_way(uint32_t row) const {
 
 bool Tasks::has_key(uint32_t row, uint32_t generation) const {
   if (row >= store_.header().capacity) return false;
-  const uint32_t now = generation_of(store_.words()[row].load(std::memory_order_acquire));
-  if (now == generation) return (now & 1) != 0;
-  return (now & 1) == 0 && now + 1 == generation &&
-         std::atomic_ref<const RowState>(store_.status()[row].state).load(kRelaxed) == RowState::under_way;
+  const std::atomic<uint64_t>& word = store_.words()[row];
+  uint32_t now = generation_of(word.load(std::memory_order_acquire));
+  if ((now & 1) == 0 && now + 1 == generation) {
+    const std::atomic_ref<const RowState> state(store_.status()[row].state);
+    if (state.load(std::memory_order_acquire) == RowState::under_way) return true;
+    now = generation_of(word.load(kRelaxed));  // it was committed in between, or was freed
+  }
+  return (now & 1) != 0 && now == generation;
 }
 
 uint64_t Tasks::filled(const TaskWord& word) const {
@@ -190,10 +194,18 @@ void Tasks::locked_lengths(uint32_t row, AxisLengths* out) const {
 
 // --- spans ----------------------------------------------------------------------------------------------------
 
-uint64_t Tasks::take_span(uint32_t task, const TaskRow& from, uint8_t axis, bool rewrites) {
-  const uint32_t row = from.row;
+uint64_t Tasks::take_span(uint32_t task, const TaskRow& from, uint8_t axis) {
   const uint64_t span = heap_.take(from.units);
   if (span == 0) return 0;
+  // Counted first: what is not counted would not be looked for after this process's death.
+  ++table_->claims[store_.client_slot_.load(kRelaxed)];
+  hang(span, task, from, axis);
+  return span;
+}
+
+// A span hangs on the word of its row's task, in front, and is its writer's until it is filled.
+void Tasks::hang(uint64_t span, uint32_t task, const TaskRow& from, uint8_t axis) {
+  const uint32_t row = from.row;
   SpanHead& made = head(span);
   TaskWord its = word(row, task);
   made.mark.store(filled_by(store_.client_slot_.load(kRelaxed)), kRelaxed);
@@ -203,13 +215,12 @@ uint64_t Tasks::take_span(uint32_t task, const TaskRow& from, uint8_t axis, bool
   made.row = row;
   made.task = static_cast<uint16_t>(task);
   made.axis = axis;
-  made.reserved = rewrites ? kRewrites : 0;
+  made.reserved = 0;
   its.span = span;
   set_word(row, task, its);
   // A reader that still copies what was freed must see that its row or task has changed before any of the bytes that
   // the caller writes next.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  return span;
 }
 
 template <typename Lost>
@@ -236,7 +247,8 @@ uint64_t Tasks::sift(uint32_t row, uint32_t task, TaskWord word, uint64_t first,
   if (kept_last != 0) head(kept_last).next.store(0, kRelaxed);
   word.span = kept_first;
   set_word(row, task, word);
-  std::atomic_signal_fence(std::memory_order_release);  // a span that a word leads to is never free
+  // A span that a word leads to is never free, and a reader of one that is freed finds the word changed.
+  std::atomic_thread_fence(std::memory_order_release);
   for (const uint64_t span : gone) heap_.give(span);
   if (!gone.empty()) woken.space();
   return kept_first;
@@ -255,6 +267,14 @@ bool Tasks::has_unfilled(uint32_t row) const {
 
 // --- inserts --------------------------------------------------------------------------------------------------
 
+// Units that inserts leave to what tasks write: rows that are inserted cannot be set back, and where they took all of
+// the region none of them could come through.
+uint64_t Tasks::kept_from_inserts() const {
+  const bool writes =
+      std::any_of(layouts_.begin() + 1, layouts_.end(), [](const SpanLayout& its) { return !its.empty(); });
+  return writes ? heap_.units() / kShareOfTasks : 0;
+}
+
 bool Tasks::begin_insert(std::span<TaskRow> rows) {
   store_.ensure_client();
   uint64_t units = 0;
@@ -263,33 +283,36 @@ bool Tasks::begin_insert(std::span<TaskRow> rows) {
     fail(ErrorKind::full, rows.size(), " rows are inserted together, and the store has room for ",
          store_.header().capacity);
   }
-  if (units >= heap_.units()) {
+  if (units != 0 && units + kept_from_inserts() >= heap_.units()) {
     fail(ErrorKind::no_space, "rows of ", units * kSpanUnit, " bytes are inserted together, and the store has ",
-         heap_.units() * kSpanUnit, " bytes of spans; create it with a larger span_bytes");
+         heap_.units() * kSpanUnit, " bytes of spans, of which inserts leave ", kept_from_inserts() * kSpanUnit,
+         " to tasks; create it with a larger span_bytes");
   }
   if (rows.empty()) return true;
-  Woken woken(*this);
   Store::Guard guard(store_);
   Control& c = store_.control();
   store_.release_abandoned_locked();
   if (c.free_count < rows.size()) store_.reap_locked();
-  if (c.free_count < rows.size() || oldest_waiter() != UINT64_MAX) return false;
+  if (c.free_count < rows.size() || oldest_waiter() != nullptr) return false;
+  if (units != 0 && heap_.free_units() < units + kept_from_inserts()) return false;
   std::vector<uint32_t> taken(rows.size());
+  // Spans before rows: without room nothing has changed that others would be woken for, or would wait behind.
+  std::vector<uint64_t> spans(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i].units == 0) continue;
+    spans[i] = heap_.take(rows[i].units);
+    if (spans[i] != 0) continue;
+    while (i-- > 0) {
+      if (spans[i] != 0) heap_.give(spans[i]);
+    }
+    return false;
+  }
   take_rows(taken);
   store_.hold(taken, store_.client_slot_);
   for (size_t i = 0; i < rows.size(); ++i) {
     rows[i].row = taken[i];
-    rows[i].span = 0;
-    if (rows[i].units == 0) continue;
-    rows[i].span = take_span(0, rows[i], 0, false);
-    if (rows[i].span != 0) continue;
-    for (size_t back = 0; back < rows.size(); ++back) {
-      const uint32_t row = taken[back];
-      sift(row, 0, word(row, 0), 0, [](const SpanHead&) { return true; }, woken);
-      store_.unhold(row);
-      store_.put_free_row(row);
-    }
-    return false;
+    rows[i].span = spans[i];
+    if (spans[i] != 0) hang(spans[i], 0, rows[i], 0);
   }
   return true;
 }
@@ -472,14 +495,12 @@ void Tasks::no_claim(TaskWord& word, uint32_t task) {
 // A claimed row becomes due again. Spans that another thread is filling stay until it has noticed.
 void Tasks::unclaim(uint32_t row, uint32_t task, bool died, Woken& woken) {
   TaskWord its = word(row, task);
-  const uint32_t slot = its.slot;
   no_claim(its, task);
   const bool keep = (record(task).flags & kKeepPartial) != 0;
   its.state = TaskState::not_done;
   if (died && its.deaths < kMaxDeaths) ++its.deaths;
   const auto lost = [&](const SpanHead& head) {
-    const uint32_t mark = head.mark.load(kRelaxed);
-    return mark == kFilled ? !keep || head.axis == 0 : died && mark == filled_by(slot);
+    return head.mark.load(kRelaxed) == kFilled && (!keep || head.axis == 0);
   };
   sift(row, task, its, 0, lost, woken);
   if (died) {
@@ -535,8 +556,7 @@ size_t Tasks::drop(uint32_t task, std::span<const ClaimedRow> rows) {
 bool Tasks::drop_locked(uint32_t row, uint32_t generation) {
   if (!under_way(row) || generation_of(store_.words()[row].load(kRelaxed)) + 1 != generation) return false;
   Woken woken(*this);
-  drop_row(row, woken);
-  table_->dropped.fetch_add(1, kRelaxed);
+  drop_row(row, woken);  // counted as deleted
   return true;
 }
 
@@ -575,8 +595,21 @@ void Tasks::not_remaining(uint32_t task, Woken& woken) {
 
 bool Tasks::freed(uint32_t row) {
   if (rebuilding_) {
-    for (uint32_t task = 0; task <= count_; ++task) words(row)[task].store(0, kRelaxed);
-    return true;
+    const bool was_free = store_.status()[row].state == RowState::free;
+    uint32_t writer = kNoClient;
+    for (uint32_t task = 0; task <= count_; ++task) {
+      const TaskWord its = word(row, task);
+      const uint64_t chain = was_free || its.state == TaskState::taken ? 0 : its.span;
+      for (Chain at(*this, chain); at; at.next()) {
+        const uint32_t mark = at.head().mark.load(kRelaxed);
+        if (mark != kFilled && lives(mark >> 8)) writer = mark >> 8;
+      }
+      set_word(row, task, {.span = chain});
+    }
+    // As below. What else hangs on its words is freed by finish_rebuild().
+    if (writer == kNoClient) return true;
+    store_.hold(row, writer, RowState::writing);
+    return false;
   }
   Woken woken(*this);
   const RowState was = store_.status()[row].state;
@@ -610,8 +643,9 @@ size_t Tasks::begin(Write write, uint32_t task, std::span<TaskRow> rows, uint8_t
   }
   size_t begun = 0;
   while (begun < rows.size()) {
+    Woken woken(*this);
     Store::Guard guard(store_);
-    const uint64_t waiter = oldest_waiter();
+    const SpaceWaiter* waiter = oldest_waiter();
     for (const size_t end = std::min(rows.size(), begun + kRowsAHold); begun < end; ++begun) {
       TaskRow& each = rows[begun];
       each.span = 0;
@@ -638,13 +672,14 @@ size_t Tasks::begin(Write write, uint32_t task, std::span<TaskRow> rows, uint8_t
         fail(ErrorKind::no_space, "a row of ", each.units * kSpanUnit, " bytes is written, and the store has ",
              heap_.units() * kSpanUnit, " bytes of spans; create it with a larger span_bytes");
       }
-      if (waiter < sequence(each.row)) return begun;
-      const bool rewrites = write == Write::rewrite;
-      each.span = take_span(task, each, axis, rewrites);
+      if (waiter != nullptr && waiter->place.load(kRelaxed) - 1 < sequence(each.row)) return begun;
+      each.span = take_span(task, each, axis);
       if (each.span == 0) return begun;
-      if (rewrites) ++table_->claims[store_.client_slot_.load(kRelaxed)];
+      if (waiter == nullptr || !end_wait()) continue;
+      woken.space();
+      waiter = oldest_waiter();
     }
-    end_wait();
+    if (end_wait()) woken.space();
   }
   return begun;
 }
@@ -661,7 +696,6 @@ void Tasks::finish(Write write, uint32_t task, std::span<TaskRow> rows) {
       const bool open = write == Write::rewrite
                             ? has_key(each.row, each.generation) && word(each.row, task).state == TaskState::done
                             : holds_claim(task, {each.row, each.generation, each.claim});
-      if (write == Write::rewrite && each.span != 0) --table_->claims[store_.client_slot_.load(kRelaxed)];
       if (!open) {
         each.skipped = true;
         discard(each, task, woken);
@@ -669,7 +703,7 @@ void Tasks::finish(Write write, uint32_t task, std::span<TaskRow> rows) {
       }
       TaskWord its = word(each.row, task);
       if (write == Write::append) {
-        head(each.span).mark.store(kFilled, std::memory_order_release);
+        fill(each);
         its.deaths = 0;
         set_word(each.row, task, its);
         continue;
@@ -678,22 +712,36 @@ void Tasks::finish(Write write, uint32_t task, std::span<TaskRow> rows) {
         discard(each, task, woken);  // by what was begun later and is there already
         continue;
       }
-      if (each.span != 0) {
-        bring_to_front(each.row, task, each.span);
-        head(each.span).mark.store(kFilled, std::memory_order_release);
+      const uint64_t span = each.span;
+      if (span != 0) {
+        bring_to_front(each.row, task, span);
+        fill(each);
       }
       if (write == Write::put) no_claim(its, task);
       // The task is done with this one store. What else hangs on the chain is cut off after it.
       its.state = TaskState::done;
       its.deaths = 0;
       its.claim = static_cast<uint16_t>((its.claim + (write == Write::rewrite ? 1 : 0)) % kClaimNumbers);
-      if (each.span != 0) its.span = each.span;
+      if (span != 0) its.span = span;
       set_word(each.row, task, its);
       const auto lost = [](const SpanHead& one) { return one.mark.load(kRelaxed) == kFilled; };
-      sift(each.row, task, its, each.span, lost, woken);
+      sift(each.row, task, its, span, lost, woken);
       if (write == Write::put) task_done(each.row, task, sums, woken);
     }
   }
+}
+
+// A span is filled, and is its writer's no more.
+void Tasks::fill(TaskRow& each) {
+  SpanHead& its = head(each.span);
+  end_fill();
+  its.mark.store(kFilled, std::memory_order_release);
+  each.span = 0;
+}
+
+void Tasks::end_fill() {
+  uint32_t& mine = table_->claims[store_.client_slot_.load(kRelaxed)];
+  if (mine != 0) --mine;
 }
 
 // Links a span of a word's chain in front of the others, where readers find it.
@@ -721,11 +769,13 @@ bool Tasks::is_behind_a_filled_one(uint64_t chain, uint64_t span) const {
 }
 
 // Frees the span of a write that came too late; and its row, where that waited for it alone.
-void Tasks::discard(const TaskRow& each, uint32_t task, Woken& woken) {
+void Tasks::discard(TaskRow& each, uint32_t task, Woken& woken) {
   if (each.span == 0) return;
   const RowStatus& s = store_.status()[each.row];
   TaskWord its = word(each.row, task);
   const uint64_t mine = each.span;
+  each.span = 0;
+  end_fill();
   bool found = false;
   for (Chain at(*this, its.span); at; at.next()) found |= at.at == mine;
   if (!found) store_.fail_damaged("a span is not its row's any more, unit", mine);
@@ -736,17 +786,15 @@ void Tasks::discard(const TaskRow& each, uint32_t task, Woken& woken) {
   store_.put_free_row(each.row);  // or it is somebody else's, who fills another span
 }
 
-void Tasks::abandon(Write write, uint32_t task, std::span<const TaskRow> rows) {
+void Tasks::abandon(uint32_t task, std::span<TaskRow> rows) {
   store_.ensure_client();
   for (size_t at = 0; at < rows.size(); at += kRowsAHold) {
     Woken woken(*this);
     Store::Guard guard(store_);
-    for (const TaskRow& each : rows.subspan(at, std::min(kRowsAHold, rows.size() - at))) {
-      if (each.skipped || each.span == 0) continue;
-      if (write == Write::rewrite) --table_->claims[store_.client_slot_.load(kRelaxed)];
-      discard(each, task, woken);
+    for (TaskRow& each : rows.subspan(at, std::min(kRowsAHold, rows.size() - at))) {
+      if (!each.skipped) discard(each, task, woken);
     }
-    end_wait();
+    if (end_wait()) woken.space();
   }
 }
 
@@ -769,7 +817,7 @@ void Tasks::task_done(uint32_t row, uint32_t task, Store::Sums& sums, Woken& wok
 void Tasks::promote(uint32_t row, Store::Sums& sums) {
   table_->under_way.fetch_sub(1, kRelaxed);
   store_.make_selectable(sums, row, std::atomic_ref<uint32_t>(store_.status()[row].heap_slot).load(kRelaxed));
-  store_.status()[row].state = RowState::committed;
+  std::atomic_ref(store_.status()[row].state).store(RowState::committed, std::memory_order_release);  // after the word
   sums.settle();
   store_.control().committed_count.store(store_.committed_count() + 1, std::memory_order_release);
 }
@@ -795,22 +843,26 @@ std::vector<ChainPart> Tasks::chain(uint32_t task, const ClaimedRow& row) {
 
 // --- room -----------------------------------------------------------------------------------------------------
 
-// The sequence of the oldest row that waits for room: what it needs is not taken by newer ones.
-uint64_t Tasks::oldest_waiter() const {
-  uint64_t oldest = UINT64_MAX;
-  for (const SpaceWaiter& other : table_->waiters) {
-    const uint64_t place = other.place.load(kRelaxed);
-    if (place != 0 && store_.client(other.slot).in_use != 0) oldest = std::min(oldest, place - 1);
+// The one of the oldest row: what it needs is not taken by newer ones. nullptr: nobody waits.
+const SpaceWaiter* Tasks::oldest_waiter() const {
+  if (table_->waiter_count.load(kRelaxed) == 0) return nullptr;
+  const SpaceWaiter* oldest = nullptr;
+  for (const SpaceWaiter& each : table_->waiters) {
+    if (waits(each) && (oldest == nullptr || each.place.load(kRelaxed) < oldest->place.load(kRelaxed))) oldest = &each;
   }
   return oldest;
 }
 
-void Tasks::register_waiter(uint64_t sequence) {
+bool Tasks::waits(const SpaceWaiter& waiter) const {
+  return waiter.place.load(kRelaxed) != 0 && store_.client(waiter.slot).in_use != 0;
+}
+
+void Tasks::register_waiter(uint64_t sequence, uint64_t units, bool claims) {
   const uint32_t slot = store_.client_slot_.load(kRelaxed);
   const auto thread = static_cast<uint32_t>(::gettid());
   SpaceWaiter* room = nullptr;
   for (SpaceWaiter& each : table_->waiters) {
-    const bool taken = each.place.load(kRelaxed) != 0 && store_.client(each.slot).in_use != 0;
+    const bool taken = each.place.load(kRelaxed) != 0;
     if (taken && each.slot == slot && each.thread == thread) {
       room = &each;
       break;
@@ -818,25 +870,39 @@ void Tasks::register_waiter(uint64_t sequence) {
     if (!taken && room == nullptr) room = &each;
   }
   if (room == nullptr) return;  // so many wait that this one is not missed
-  room->slot = slot;
+  if (room->place.load(kRelaxed) == 0) table_->waiter_count.fetch_add(1, kRelaxed);
+  room->slot = static_cast<uint16_t>(slot);
   room->thread = thread;
+  room->units = units;
+  room->claims = claims ? 1 : 0;
   room->place.store(sequence + 1, kRelaxed);
 }
 
-void Tasks::end_wait() {
+// Whether this thread was waiting. If so, those behind it are to be woken.
+bool Tasks::end_wait() {
   const uint32_t slot = store_.client_slot_.load(kRelaxed);
   const auto thread = static_cast<uint32_t>(::gettid());
+  return end_waits([&](const SpaceWaiter& each) { return each.slot == slot && each.thread == thread; });
+}
+
+template <typename Ended>
+bool Tasks::end_waits(Ended&& ended) {
+  if (table_->waiter_count.load(kRelaxed) == 0) return false;
+  bool found = false;
   for (SpaceWaiter& each : table_->waiters) {
-    if (each.place.load(kRelaxed) != 0 && each.slot == slot && each.thread == thread) each.place.store(0, kRelaxed);
+    if (each.place.load(kRelaxed) == 0 || !ended(each)) continue;
+    each.place.store(0, kRelaxed);
+    table_->waiter_count.fetch_sub(1, kRelaxed);
+    found = true;
   }
+  return found;
 }
 
 void Tasks::stop_waiting() {
   store_.ensure_client();
   Woken woken(*this);
   Store::Guard guard(store_);
-  end_wait();
-  woken.space();
+  if (end_wait()) woken.space();
 }
 
 void Tasks::set_back(uint32_t row, Woken& woken) {
@@ -858,67 +924,89 @@ void Tasks::set_back(uint32_t row, Woken& woken) {
   table_->set_back.fetch_add(1, kRelaxed);
 }
 
-bool Tasks::set_back_one(uint64_t newer_than, Woken& woken) {
-  uint64_t walked = 0;
-  for (uint32_t row = store_.control().order_tail; row != kNoRow; row = store_.status()[row].previous) {
-    if (walked++ == store_.header().capacity) store_.fail_damaged("the order list is a circle through row", row);
-    if (sequence(row) <= newer_than) return false;
-    if (!under_way(row) || has_unfilled(row)) continue;
-    bool spans = false, claimed = false;
-    for (uint32_t task = 1; task <= count_; ++task) {
-      const TaskWord its = word(row, task);
-      claimed |= its.state == TaskState::claimed;
-      spans |= its.span != 0;
-    }
-    if (claimed || !spans) continue;
-    set_back(row, woken);
-    return true;
+// Whether it has something to give back, and nobody works on it.
+bool Tasks::can_be_set_back(uint32_t row) const {
+  if (!under_way(row) || !has_task_spans(row)) return false;
+  for (uint32_t task = 1; task <= count_; ++task) {
+    if (word(row, task).state == TaskState::claimed) return false;
+  }
+  return !has_unfilled(row);
+}
+
+bool Tasks::has_task_spans(uint32_t row) const {
+  for (uint32_t task = 1; task < count_; ++task) {
+    if (word(row, task).span != 0) return true;
   }
   return false;
 }
 
+// Whether all that takes room are the row itself and what was inserted, which no task gives back.
+bool Tasks::takes_all_room(uint32_t row) const {
+  const Control& c = store_.control();
+  if (store_.committed_count() + c.exhausted_count + c.writing_count != 0) return false;
+  uint64_t walked = 0;
+  for (uint32_t other = c.order_head; other != kNoRow; other = store_.status()[other].next) {
+    if (walked++ == store_.header().capacity) store_.fail_damaged("the order list is a circle through row", other);
+    if (other != row && has_task_spans(other)) return false;
+  }
+  return true;
+}
+
 Tasks::Room Tasks::make_room(uint32_t task, const TaskRow& each) {
   store_.ensure_client();
+  check_task(task, "written");
   Woken woken(*this);
   Store::Guard guard(store_);
+  const auto claims = [&] { return holds_claim(task, {each.row, each.generation, each.claim}); };
+  const auto ends = [&](Room result) {
+    if (end_wait()) woken.space();
+    return result;
+  };
+  const auto stale = [&] {
+    return !claims() && !(has_key(each.row, each.generation) && word(each.row, task).state == TaskState::done);
+  };
+  if (stale()) return ends(Room::given_up);
   const uint64_t mine = sequence(each.row);
-  const bool first = oldest_waiter() >= mine;
+  register_waiter(mine, each.units, claims());
+  // Whoever waits makes room for the first of those who do.
+  bool is_first = false;
+  uint64_t first = 0;
   const auto fits = [&] {
-    const uint64_t span = first ? heap_.take(each.units) : 0;
+    const SpaceWaiter* const oldest = oldest_waiter();
+    is_first = oldest == nullptr || oldest->place.load(kRelaxed) - 1 >= mine;
+    first = is_first ? mine : oldest->place.load(kRelaxed) - 1;
+    const uint64_t span = heap_.take(is_first ? each.units : oldest->units);
     if (span != 0) heap_.give(span);
     return span != 0;
   };
-  if (fits()) return Room::made;
-  store_.reap_locked();
-  while (first && set_back_one(mine, woken)) {
-    if (fits()) return Room::made;
+  bool room = fits();
+  if (!room && store_.reap_locked() != 0) {
+    if (stale()) return ends(Room::given_up);
+    room = fits();
   }
-  register_waiter(mine);
-  bool newest = true, others = false;
+  uint64_t walked = 0;
+  size_t here = 0;
+  for (uint32_t row = store_.control().order_tail; row != kNoRow && !room && sequence(row) > first;
+       row = store_.status()[row].previous) {
+    if (walked++ == store_.header().capacity) store_.fail_damaged("the order list is a circle through row", row);
+    if (!can_be_set_back(row)) continue;
+    set_back(row, woken);
+    room = fits() || ++here == kRowsAHold;  // the next call goes on
+  }
+  if (room) return is_first ? Room::made : Room::wait;
+  bool older = false, newer = false;
   for (const SpaceWaiter& other : table_->waiters) {
-    const uint64_t place = other.place.load(kRelaxed);
-    if (place == 0 || place - 1 == mine || store_.client(other.slot).in_use == 0) continue;
-    others = true;
-    newest &= place - 1 < mine;
+    if (!waits(other)) continue;
+    const uint64_t place = other.place.load(kRelaxed) - 1;
+    older |= place < mine;
+    newer |= place > mine && other.claims != 0;
   }
-  const TaskWord its = word(each.row, task);
-  if (others && newest && its.state == TaskState::claimed && under_way(each.row) && !has_unfilled(each.row)) {
+  if (claims() && older && !newer && under_way(each.row) && !has_unfilled(each.row)) {
     set_back(each.row, woken);
     table_->revoked.fetch_add(1, kRelaxed);
-    end_wait();
-    woken.space();
-    return Room::given_up;
+    return ends(Room::given_up);
   }
-  uint64_t busy = store_.committed_count() + store_.control().exhausted_count + store_.control().writing_count;
-  for (uint32_t other = 1; other < count_; ++other) {
-    busy += figures(other).due.load(kRelaxed) + figures(other).claimed.load(kRelaxed);
-  }
-  const bool alone = busy <= (its.state == TaskState::claimed ? 1U : 0U);
-  if (alone && !others) {
-    end_wait();
-    return Room::never;
-  }
-  return Room::wait;
+  return is_first && takes_all_room(each.row) ? ends(Room::never) : Room::wait;
 }
 
 // --- waits ----------------------------------------------------------------------------------------------------
@@ -1031,36 +1119,35 @@ void Tasks::clear() {
 
 // Of a client that is gone: what it had claimed is due again, what it was writing is freed.
 void Tasks::release_claims_of(uint32_t slot) {
-  for (SpaceWaiter& each : table_->waiters) {
-    if (each.slot == slot) each.place.store(0, kRelaxed);
-  }
   const bool died = slot != store_.client_slot_.load(kRelaxed);
   Woken woken(*this);
+  if (end_waits([&](const SpaceWaiter& each) { return each.slot == slot; })) woken.space();
   const auto mine = [&](const SpanHead& head) { return head.mark.load(kRelaxed) == filled_by(slot); };
-  // Rows that it inserted, and those that are gone but for what it was writing.
+  const auto take_spans = [&](uint32_t row) {
+    for (uint32_t task = 0; task <= count_; ++task) {
+      const TaskWord its = word(row, task);
+      if (its.span != 0 && its.state != TaskState::taken) sift(row, task, its, 0, mine, woken);
+    }
+  };
+  // Rows that it inserted.
   for (uint64_t row = store_.client(slot).held, held = 0; row != kNoRow; row = store_.status()[row].next) {
     if (held++ == store_.header().capacity) store_.fail_damaged("a client is said to hold row", row);
-    for (uint32_t task = 0; task <= count_; ++task) {
-      const TaskWord its = word(static_cast<uint32_t>(row), task);
-      if (its.span == 0 || its.state == TaskState::taken) continue;
-      sift(static_cast<uint32_t>(row), task, its, 0, mine, woken);
-    }
+    take_spans(static_cast<uint32_t>(row));
   }
   if (table_->claims[slot] == 0) return;
   for (uint32_t row = 0; row < store_.header().capacity; ++row) {
+    // What it was filling first: a row that is given up below must not wait for the dead.
+    take_spans(row);
     for (uint32_t task = 1; task < count_; ++task) {
-      TaskWord its = word(row, task);
-      if (its.state == TaskState::claimed && its.slot == slot) {
-        unclaim(row, task, died, woken);
-      } else if (its.state == TaskState::done && its.span != 0) {
-        sift(row, task, its, 0, mine, woken);
-      }
+      const TaskWord its = word(row, task);
+      if (its.state == TaskState::claimed && its.slot == slot) unclaim(row, task, died, woken);
     }
   }
   table_->claims[slot] = 0;
 }
 
-void Tasks::begin_rebuild() {
+void Tasks::begin_rebuild(std::span<const bool> alive) {
+  std::copy(alive.begin(), alive.end(), alive_.begin());
   rebuilding_ = true;
   for (uint64_t i = 0; i < (count_ + 1) * due_stride_; ++i) due_[i].store(0, kRelaxed);
   for (uint32_t task = 0; task <= count_; ++task) {
@@ -1070,6 +1157,7 @@ void Tasks::begin_rebuild() {
   }
   for (uint32_t& claims : table_->claims) claims = 0;
   for (SpaceWaiter& each : table_->waiters) each.place.store(0, kRelaxed);
+  table_->waiter_count.store(0, kRelaxed);
   table_->under_way.store(0, kRelaxed);
 }
 
@@ -1077,10 +1165,9 @@ bool Tasks::survives(uint32_t row) const {
   return under_way(row) && word(row, 0).state == TaskState::done;
 }
 
-void Tasks::finish_rebuild(std::span<const bool> alive, Store::Sums& sums) {
+void Tasks::finish_rebuild(Store::Sums& sums) {
   Woken woken(*this);
   std::vector<SpanHeap::Living> living;
-  const auto lives = [&](uint32_t slot) { return slot < alive.size() && alive[slot]; };
   std::vector<uint32_t> lost, finished;
   for (uint32_t row = 0; row < store_.header().capacity; ++row) {
     const RowState state = store_.status()[row].state;
@@ -1094,9 +1181,10 @@ void Tasks::finish_rebuild(std::span<const bool> alive, Store::Sums& sums) {
       TaskWord its = word(row, task);
       if (its.state == TaskState::taken) continue;
       const bool died = its.state == TaskState::claimed && !lives(its.slot);
-      const bool keep = its.state != TaskState::not_done || (record(task).flags & kKeepPartial) != 0;
-      const bool kept = keep && (!died || (record(task).flags & kKeepPartial) != 0);
-      bool first_filled = true;
+      const bool partial = (record(task).flags & kKeepPartial) != 0;
+      // Of rows that are being inserted, or are gone, only what is being filled.
+      const bool kept = state != RowState::writing && (partial || (its.state != TaskState::not_done && !died));
+      bool first_filled = true, changed = false;
       uint64_t previous = 0, front = 0;
       for (Chain at(*this, its.span); at;) {
         const uint64_t span = at.at;
@@ -1111,7 +1199,11 @@ void Tasks::finish_rebuild(std::span<const bool> alive, Store::Sums& sums) {
           stays = first_filled;
           first_filled = false;
         }
-        if (!stays) continue;
+        if (!stays) {
+          // A reader that copies it must find the word changed, as after the rewrite that its process did not end.
+          changed |= mark == kFilled && its.state == TaskState::done;
+          continue;
+        }
         if (previous == 0) {
           front = span;
         } else {
@@ -1119,10 +1211,11 @@ void Tasks::finish_rebuild(std::span<const bool> alive, Store::Sums& sums) {
         }
         previous = span;
         living.push_back({span, one.size.load(kRelaxed) & kSpanUnits});
-        if (mark != kFilled && one.reserved == kRewrites) ++table_->claims[mark >> 8];
+        if (mark != kFilled && task != 0) ++table_->claims[mark >> 8];
       }
       if (previous != 0) head(previous).next.store(0, kRelaxed);
       its.span = front;
+      its.claim = static_cast<uint16_t>((its.claim + (changed ? 1 : 0)) % kClaimNumbers);
       if (died) {
         its.state = TaskState::not_done;
         its.slot = 0;
@@ -1178,9 +1271,7 @@ void Tasks::audit(const std::function<void(const std::string&)>& wrong) const {
         const SpanHead& one = at.head();
         units += one.size.load(kRelaxed) & kSpanUnits;
         if (one.row != row || one.task != task) wrong(message_of({"row ", row, " has a span of another row"}));
-        if (one.mark.load(kRelaxed) != kFilled && one.reserved == kRewrites) {
-          ++claims[one.mark.load(kRelaxed) >> 8 & 0xff];
-        }
+        if (one.mark.load(kRelaxed) != kFilled && task != 0) ++claims[one.mark.load(kRelaxed) >> 8 & 0xff];
       }
       if (state == RowState::free && its.packed() != 0) wrong(message_of({"the free row ", row, " has a task"}));
       if (task == 0) continue;
@@ -1198,6 +1289,10 @@ void Tasks::audit(const std::function<void(const std::string&)>& wrong) const {
       }
     }
   }
+  uint32_t waiting = 0;
+  for (const SpaceWaiter& each : table_->waiters) waiting += each.place.load(kRelaxed) != 0;
+  if (waiting != table_->waiter_count)
+    wrong(message_of({waiting, " wait for room, the count is ", table_->waiter_count}));
   if (way != table_->under_way.load(kRelaxed)) {
     wrong(message_of({way, " rows are under way, the count is ", table_->under_way}));
   }
@@ -1211,7 +1306,8 @@ void Tasks::audit(const std::function<void(const std::string&)>& wrong) const {
   }
   for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
     if (claims[slot] != table_->claims[slot]) {
-      wrong(message_of({"client ", slot, " has ", claims[slot], " claims, its count is ", table_->claims[slot]}));
+      wrong(message_of(
+          {"client ", slot, " has ", claims[slot], " claims and spans, its count is ", table_->claims[slot]}));
     }
   }
   if (units + heap_.free_units() + 1 != heap_.units()) {

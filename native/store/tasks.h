@@ -13,9 +13,10 @@
 // Fences. A claim is (row, generation, claim number): a write of a claim that was released, dropped or taken back,
 // whose owner was taken for dead, or whose row is another by now changes nothing.
 //
-// Space. Where no span is free, an insert waits. A put or append first sets back rows that are newer than its own, not
-// claimed and not finished, newest first: their tasks are to be done again. Where there is none and others wait too,
-// the one with the newest row gives its claim up. So the oldest rows always come through.
+// Space. Where no span is free, an insert waits; it leaves a 16th of the region to tasks. A put or append first sets
+// back rows that are newer than the oldest one that waits, not claimed and not finished, newest first: their tasks are
+// to be done again. Where there is none and older rows wait too, the newest claim that waits is given up. What the
+// oldest row that waits needs is not taken by newer ones. So the oldest rows always come through.
 //
 // Death. What a dead process had claimed is due again; what it was writing is freed, and what it had appended stays
 // where the task keeps it. After three deaths without an append or put a row is dropped.
@@ -123,12 +124,14 @@ class Tasks {
   // no_space where it could never have any; schema where lengths of axes that other tasks set are not the row's, or the
   // row is another's.
   size_t begin(Write write, uint32_t task, std::span<TaskRow> rows, uint8_t axis = 0);
-  // Rows that were filled take effect. Those that were lost meanwhile are skipped: their spans are freed.
+  // Rows that were filled take effect. Those that were lost meanwhile are skipped: their spans are freed. Rows have no
+  // span afterwards, so that abandon() passes over those that are through.
   void finish(Write write, uint32_t task, std::span<TaskRow> rows);
-  void abandon(Write write, uint32_t task, std::span<const TaskRow> rows);
+  void abandon(uint32_t task, std::span<TaskRow> rows);
   // What was appended to a claimed row so far, in its order. Throws stale_claim.
   std::vector<ChainPart> chain(uint32_t task, const ClaimedRow& row);
-  // For a row that has found no room: makes some, as above. Returns whether the row's claim is given up for it.
+  // For a row that has found no room: makes some, as above. made: begin() again. wait: for space. given_up: the claim
+  // is not this process's any more, or was given up here. never: nothing but this row and what was inserted takes room.
   enum class Room : uint8_t { made, wait, given_up, never };
   Room make_room(uint32_t task, const TaskRow& row);
   void stop_waiting();  // for room, without having got it
@@ -140,7 +143,7 @@ class Tasks {
   void await_due(uint32_t task, uint32_t seen, double timeout_s);
   void await_space(uint32_t seen, double timeout_s);
   // Whether no row can become due for the task any more, as finish() was called and all rows are through.
-  bool is_over(uint32_t task) const;
+  bool is_over(uint32_t task) const;  // takes the lock where it seems so
   // Whether fewer rows than so many can be drawn from now on, however long one waits, as finish() was called.
   bool ends_below(uint64_t rows);
   // No more rows are inserted: loops end when they have nothing to do any more.
@@ -161,9 +164,10 @@ class Tasks {
   bool freed(uint32_t row);                  // its spans and words; false where somebody is writing one still
   bool drop_locked(uint32_t row, uint32_t generation);
   void release_claims_of(uint32_t slot);  // of a client that is gone
-  void begin_rebuild();
+  void begin_rebuild(std::span<const bool> alive);
   bool survives(uint32_t row) const;  // a row under way, in a rebuild
-  void finish_rebuild(std::span<const bool> alive, Store::Sums& sums);
+  void finish_rebuild(Store::Sums& sums);
+  void end_rebuild() { rebuilding_ = false; }  // finished or not
   void audit(const std::function<void(const std::string&)>& wrong) const;
   void wake_all() const;
 
@@ -198,7 +202,12 @@ class Tasks {
   uint64_t sequence(uint32_t row) const;
   bool under_way(uint32_t row) const;
   void locked_lengths(uint32_t row, AxisLengths* out) const;
-  uint64_t take_span(uint32_t task, const TaskRow& from, uint8_t axis, bool rewrites);
+  uint64_t take_span(uint32_t task, const TaskRow& from, uint8_t axis);
+  void hang(uint64_t span, uint32_t task, const TaskRow& from, uint8_t axis);
+  void fill(TaskRow& each);
+  void end_fill();
+  uint64_t kept_from_inserts() const;
+  bool lives(uint32_t slot) const { return slot < alive_.size() && alive_[slot]; }
   // Stores a word without the spans of its chain that `lost` names, the others in their order and `first` in front, and
   // frees those. Returns what the word leads to then.
   template <typename Lost>
@@ -212,13 +221,18 @@ class Tasks {
   void set_back(uint32_t row, Woken& woken);
   void bring_to_front(uint32_t row, uint32_t task, uint64_t span);
   bool is_behind_a_filled_one(uint64_t chain, uint64_t span) const;
-  void discard(const TaskRow& each, uint32_t task, Woken& woken);
-  bool set_back_one(uint64_t newer_than, Woken& woken);
+  void discard(TaskRow& each, uint32_t task, Woken& woken);
+  bool can_be_set_back(uint32_t row) const;
+  bool has_task_spans(uint32_t row) const;
+  bool takes_all_room(uint32_t row) const;
   void drop_row(uint32_t row, Woken& woken);
   bool holds_claim(uint32_t task, const ClaimedRow& row) const;
-  uint64_t oldest_waiter() const;
-  void register_waiter(uint64_t sequence);
-  void end_wait();
+  const SpaceWaiter* oldest_waiter() const;
+  bool waits(const SpaceWaiter& waiter) const;
+  void register_waiter(uint64_t sequence, uint64_t units, bool claims);
+  bool end_wait();
+  template <typename Ended>
+  bool end_waits(Ended&& ended);
   void reap_claims();
   void check_task(uint32_t task, const char* what) const;
 
@@ -233,6 +247,7 @@ class Tasks {
   std::vector<uint32_t> latest_first_;  // tasks without the last one: those that come after others first
   std::vector<SpanLayout> layouts_;     // of each task's puts
   bool rebuilding_ = false;
+  std::array<bool, kMaxClients> alive_{};  // while it rebuilds
 };
 
 }  // namespace geartrain

@@ -397,6 +397,21 @@ def draw_targets(
 ) -> _U64: ...
 def empty_batch(store: Store, n: int, fields: Sequence[int], window: int, /) -> list[NDArray[Any]]: ...
 
+class OneRowWriter:
+    def __init__(self, store: Store, task: int, axis: int, names: list[str], fields: list[int], /) -> None: ...
+    # 0: written, 1: skipped, 2: no room in time. None: it does not take these values, and wrote nothing.
+    def write(
+        self,
+        values: dict[str, Any],
+        row: int,
+        generation: int,
+        claim: int,
+        known: _U32,
+        item: int,
+        timeout_s: float,
+        /,
+    ) -> int | None: ...
+
 class Inserter:
     def __init__(self, store: Store, names: list[str], /) -> None: ...
     def insert(self, fields: Any, threads: int, /) -> bytes | None: ...

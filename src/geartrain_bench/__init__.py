@@ -50,6 +50,7 @@ BENCHES = {
     "di-engine": Bench("di_engine.bench:main"),
     "online": Bench("online_rl.bench:main", plot="online_rl.bench:plot"),
     "transitions": Bench("transitions.bench:main", plot="transitions.bench:plot"),
+    "llm": Bench("llm.bench:main", plot="llm.report:plot"),
     "feed": Bench("feeding.bench:main"),
     "overheads": Bench("overheads.bench:main"),
     "allreduce": Bench(

@@ -271,6 +271,7 @@ SOON = [
     "store",
     "selection",
     "transitions",
+    "llm",
     "fetch",
     "rpc-rl",
     *["online"] * (importlib.util.find_spec("gymnasium") is not None),

@@ -115,9 +115,16 @@ def test_bad_values_of_an_insert_are_refused_and_nothing_is_written(
     assert store.stats()["free"] == 64 and store.stats()["inserted"] == 0
 
 
-def test_many_rows_are_inserted_in_parts() -> None:
+@pytest.mark.parametrize("flat", [False, True])
+def test_many_rows_are_inserted_in_parts(flat: bool) -> None:
     with grpo.new_store(capacity=100) as store:
-        keys = grpo.insert(store, range(90))
+        prompts = [grpo.prompt_of(each) for each in range(90)]
+        lengths = [len(each) for each in prompts]
+        keys = store.insert(
+            {"prompt": np.concatenate(prompts) if flat else prompts, "id": np.arange(90)},
+            lengths=lengths if flat else None,
+        )
+        assert store.status(keys)["generation"].tolist() == keys.generation.tolist()
         assert len(set(keys.row.tolist())) == 90
         claim = store.claim("answer", 100)
         assert claim["id"].tolist() == list(range(90))
@@ -224,6 +231,7 @@ def test_a_put_skips_rows_that_are_gone_and_says_which(store: gt.Store) -> None:
     rows = list(claim)
     assert rows[1].drop() and not rows[1].drop()
     assert store.delete(claim.keys[2]) == 0
+    assert (store.stats()["dropped"], store.stats()["deleted"]) == (1, 1)
     # Values were not read before: those of the rows that are gone are zeros, and shapes are as they were.
     assert len(claim["ids"]) == sum(sum(grpo.lengths_of(each)) for each in range(4))
     assert claim["id"].tolist() == [0, 0, 0, 3]

@@ -141,14 +141,18 @@ def dtype_of_code(code: int) -> Dtype:
     return _BY_CODE[code]
 
 
+_NUMPY_DTYPES = {dtype.name: np.dtype(dtype.numpy_name) for dtype in DTYPES.values() if dtype.numpy_name is not None}
+
+
 def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
     """The NumPy dtype, from `ml_dtypes` for the types NumPy lacks.
 
     Raises:
         FieldError: NumPy has no such type and `ml_dtypes` is not installed or lacks it too.
     """
-    if dtype.numpy_name is not None:
-        return np.dtype(dtype.numpy_name)
+    known = _NUMPY_DTYPES.get(dtype.name)
+    if known is not None:
+        return known
     try:
         import ml_dtypes
 

@@ -94,10 +94,8 @@ class Field:
         dims = _dims(shape)
         most = MAX_DIMS if per_row else MAX_DIMS - 1
         if len(dims) > most:
-            raise SchemaError(
-                f"a field has at most {MAX_DIMS} axes{'' if per_row else ', one of them time' if axis is None else ', one of them named'}, "
-                f"shape {dims} has {len(dims)}"
-            )
+            first = "" if per_row else f", one of them {'time' if axis is None else repr(axis)}"
+            raise SchemaError(f"a field has at most {MAX_DIMS} axes{first}, shape {dims} has {len(dims)}")
         if any(n <= 0 for n in dims):
             raise SchemaError(f"every axis must have at least one element; the shape is {dims}")
         if any(n > MAX_AXIS for n in dims):

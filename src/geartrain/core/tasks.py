@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from geartrain.core.arguments import check_flag, did_you_mean, shown, some_of
@@ -56,7 +57,7 @@ class Task:
         keep_partial: bool = False,
         rewritable: bool = False,
     ) -> None:
-        own = {} if fields is None or fields == {} else check_fields(fields)
+        own = {} if fields is None or (isinstance(fields, Mapping) and not fields) else check_fields(fields)
         names = (after,) if isinstance(after, str) else after
         if not isinstance(names, tuple | list):
             raise SchemaError(f"after is the name of a task, or a tuple of names, found {shown(after)}")
@@ -109,9 +110,21 @@ class RowPlan:
             raise SchemaError(f"no axis {shown(name)} in the store; it has {some_of(names)}{did_you_mean(name, names)}")
         return names.index(name) + 1
 
-    def fields_of(self, task: int) -> dict[str, Field]:
+    @cached_property
+    def field_numbers(self) -> dict[str, int]:
+        """Numbers of the fields, from 0 on."""
+        return {name: number for number, name in enumerate(self.fields)}
+
+    @cached_property
+    def _by_task(self) -> list[dict[str, Field]]:
+        found: list[dict[str, Field]] = [{} for _ in range(len(self.tasks) + 1)]
+        for name, field in self.fields.items():
+            found[self.writer[name]][name] = field
+        return found
+
+    def fields_of(self, task: int) -> Mapping[str, Field]:
         """The fields that a task writes; 0 is the insert."""
-        return {name: field for name, field in self.fields.items() if self.writer[name] == task}
+        return self._by_task[task]
 
     def in_spans(self, name: str) -> bool:
         """Whether a field's values lie in spans, and not in a column."""
@@ -130,10 +143,27 @@ class RowPlan:
 
         It is the axis that a field of the task divides, else the only axis whose lengths the task sets.
         """
+        return self._appended[task]
+
+    @cached_property
+    def _appended(self) -> list[int]:
+        return [self._appended_by(task) for task in range(len(self.tasks) + 1)]
+
+    def _appended_by(self, task: int) -> int:
         mine = [number for number, axis in enumerate(self.axes, 1) if axis.owner == task]
         divided = [number for number in mine if self.axes[number - 1].divided_by is not None]
         found = divided or mine
         return found[0] if task != 0 and len(found) == 1 else 0
+
+    @cached_property
+    def appendable(self) -> list[tuple[list[str], str | None]]:
+        """Of each task the fields that appends write, and the field that divides their axis."""
+        found: list[tuple[list[str], str | None]] = []
+        for task, number in enumerate(self._appended):
+            axis = self.axes[number - 1] if number else None
+            names = [name for name, field in self._by_task[task].items() if axis and field.axis == axis.name]
+            found.append((names, axis.divided_by if axis else None))
+        return found
 
     def places(self) -> list[tuple[int, int, int, int]]:
         """Of each field the numbers that segments have: axis, task, the axis it divides, kind."""

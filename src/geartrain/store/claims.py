@@ -64,8 +64,7 @@ def write_rows(
     wrote = native.write_rows(
         how, task, axis, rows, generations, claims, sources, lengths, item, merges, parts, 0, timeout_s
     )
-    waiting = int((wrote == _WAITS).sum())
-    if waiting:
+    if waiting := wrote.tolist().count(_WAITS):
         raise timed_out(native, f"{waiting} of {len(wrote)} rows found no room within {timeout_s:g} s")
     return wrote == _STALE  # type: ignore[no-any-return]
 
@@ -82,6 +81,12 @@ class Partial:
 
     Attributes:
         items: numbers of the items that something was appended to, in order.
+
+    Examples:
+        >>> from geartrain.store.claims import Partial
+        >>> partial = Partial({0: 2}, frozenset({0}), {"ids": {0: [7, 8]}})
+        >>> partial.items, partial.lengths, partial["ids"]
+        ((0,), {0: 2}, {0: [7, 8]})
     """
 
     def __init__(
@@ -142,6 +147,9 @@ class ClaimedRow:
 
     def __getitem__(self, name: str) -> Any:
         """The row's value of a field of the tasks before: (m, ...) with an axis, (...) without; strings as they are.
+
+        Args:
+            name: the field.
 
         Raises:
             FieldError: there is no such field, or it may not be there yet.
@@ -252,6 +260,17 @@ class Claim(PackedFields):
     Attributes:
         keys: the rows' keys. They stay valid until the rows are freed.
         task: name of the task.
+
+    Examples:
+        >>> import geartrain as gt
+        >>> tasks = {"sum": gt.Task({"y": gt.Field((), "int64")}), "train": gt.Task(after="sum")}
+        >>> store = gt.Store.create({"x": gt.Field(("n",), "int64")}, tasks=tasks, capacity=8, span_bytes=100_000)
+        >>> _ = store.insert({"x": [[1, 2], [3]]})
+        >>> with store.claim("sum", 8, output="numpy") as claim:
+        ...     skipped = claim.put(y=[int(row["x"].sum()) for row in claim])
+        >>> claim["x"].tolist(), claim.lengths("n").tolist(), len(store)
+        ([1, 2, 3], [2, 1], 2)
+        >>> store.close()
     """
 
     def __init__(
@@ -259,6 +278,7 @@ class Claim(PackedFields):
     ) -> None:
         assert store.plan is not None
         self._plan: RowPlan = store.plan
+        self._store = store
         self._native = store.native
         self._number = task
         self.task = list(self._plan.tasks)[task - 1]
@@ -466,18 +486,12 @@ class Claim(PackedFields):
 
     def _appendable(self) -> tuple[list[str], str | None]:
         """Fields that appends to the task write, and the field that divides their axis."""
-        axis = self._plan.appended_axis(self._number)
-        if axis == 0:
-            return [], None
-        of = self._plan.axes[axis - 1]
-        return [name for name, field in self._plan.fields_of(self._number).items() if field.axis == of.name], (
-            of.divided_by
-        )
+        return self._plan.appendable[self._number]
 
     def _leaves_appended(self, given: Mapping[str, Any]) -> bool:
         """Whether a put leaves out all fields that may have been appended."""
         names, _ = self._appendable()
-        return bool(names) and not set(names) & set(given)
+        return bool(names) and not any(name in given for name in names)
 
     def _write(
         self, how: int, which: slice, sources: list[Source], lengths: NDArray[np.uint32], timeout_s: float, **more: Any
@@ -501,8 +515,31 @@ class Claim(PackedFields):
             f"or taken back to make room for an older row. Nothing was written"
         )
 
+    def _wrote(self, i: int, given: dict[str, Any], timeout_s: float, *, append: bool = False, item: int = 0) -> bool:
+        """Writes a row by one native call, if all values are NumPy arrays as their fields have them.
+
+        Returns:
+            Whether it did; else nothing is written.
+
+        Raises:
+            StaleClaimError, WaitTimeoutError: as `put`.
+        """
+        one = slice(i, i + 1)
+        (row,), (generation,), (claim,) = (
+            each[one].tolist() for each in (self.keys.row, self.keys.generation, self._claims)
+        )
+        writer = self._store.one_row_writer(self._number, append=append)
+        wrote = writer.write(given, row, generation, claim, self._lengths[i], item, timeout(timeout_s))
+        if wrote == _STALE:
+            raise self._stale(i)
+        if wrote == _WAITS:
+            raise timed_out(self._native, f"1 row found no room within {timeout_s:g} s")
+        return wrote is not None
+
     def _put_one(self, i: int, given: dict[str, Any], timeout_s: float) -> None:
         self._check_process()
+        if self._wrote(i, given, timeout_s):
+            return
         if self._leaves_appended(given):
             skipped = self._put_appended(i, given, timeout_s)
         else:
@@ -554,9 +591,11 @@ class Claim(PackedFields):
         item = whole_number("item", item, _MOST_ITEMS)
         if divider is None and item:
             raise ArgumentError(f"item={item}, and no field of {self.task!r} divides an axis: leave it out")
+        if not check_flag("done", done) and self._wrote(i, given, timeout_s, append=True, item=item):
+            return
         check_names(f"append to {self.task!r}", given, names)
         sources, lengths = self._one(i, given)
-        if check_flag("done", done):
+        if done:
             self._mark_done(lengths, divider)
         if self._write(APPEND, slice(i, i + 1), sources, lengths, timeout_s, axis=axis, item=item)[0]:
             raise self._stale(i)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: Named states of a row, as `Store.status` reports them.
 ROW_STATES = ("free", "writing", "committed", "exhausted", "open", "under_way")
-OPEN = ROW_STATES.index("open")
+OPEN, UNDER_WAY = ROW_STATES.index("open"), ROW_STATES.index("under_way")
 _SELECTABLE = (ROW_STATES.index("committed"), OPEN)
 
 
@@ -59,6 +59,7 @@ class StoreHandle:
         self._origin: str | None = None
         self._joined = not self.read_only  # whether it is one of the store's processes
         self.kept: dict[type, Any] = {}
+        self._one_row_writers: dict[tuple[int, bool], _native.OneRowWriter] = {}
 
     # --- what it is -----------------------------------------------------------------------------------------
 
@@ -105,6 +106,23 @@ class StoreHandle:
     def axes(self) -> tuple[str, ...]:
         """Names of the axes whose length differs from row to row."""
         return () if self.plan is None else tuple(axis.name for axis in self.plan.axes)
+
+    def one_row_writer(self, task: int, *, append: bool) -> _native.OneRowWriter:
+        """Internal: writes single rows of a task.
+
+        Args:
+            task: its number.
+            append: it appends; else it puts.
+        """
+        found = self._one_row_writers.get((task, append))
+        if found is None:
+            assert self.plan is not None
+            names = self.plan.appendable[task][0] if append else list(self.plan.fields_of(task))
+            axis = self.plan.appended_axis(task) if append else 0
+            numbers = [self.plan.field_numbers[name] for name in names]
+            found = _native.OneRowWriter(self.native, task, axis, names, numbers)
+            self._one_row_writers[task, append] = found
+        return found
 
     def check_plain(self, what: str) -> None:
         """Internal: raises `ArgumentError` if the store has axes, strings or tasks, for which `what` does not exist.
@@ -257,6 +275,8 @@ class StoreHandle:
         keys = self.keys() if keys is None else check_keys(keys)
         keys.check_store(self.id, self._name)
         infos = dict(self.native.infos(keys.row))
+        if self.plan is not None:  # a row under way has the key that it will be committed with
+            infos["generation"] = infos["generation"] + (infos["state"] == UNDER_WAY).astype(np.uint32)
         if self.per_step and keys.step is not None:
             if (keys.step >= self.max_length).any():
                 raise SchemaError(f"step {keys.step.max()} is beyond the {self.max_length} steps that a row can have")

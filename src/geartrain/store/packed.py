@@ -171,7 +171,7 @@ class PackedFields:
 
     def bounds_of(self, axis: str) -> AxisBounds:
         """Internal: the bounds of an axis; errors as of `lengths`."""
-        if axis not in self._bounds:
+        if not isinstance(axis, str) or axis not in self._bounds:
             self._plan.axis(axis)  # which refuses what is none
             self._read_axis(axis)
         return self._bounds[axis]

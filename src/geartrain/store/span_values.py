@@ -31,7 +31,7 @@ class _Values:
 
     buffers: NDArray[Any] | bytes | list[NDArray[Any]]
     sizes: NDArray[np.uint32] | None
-    rows: NDArray[np.uint32] | None
+    rows: list[int] | None
     total: int
 
 
@@ -110,36 +110,52 @@ def collect(
     if n is None:
         name = next(iter(parsed))
         raise SchemaError(f"field {name!r} has the values of all rows in one array: {how}")
-    lengths = np.zeros((n, len(plan.axes)), np.uint32)
-    numbers = {axis.name: number for number, axis in enumerate(plan.axes)}
-    told = dict.fromkeys(known, "lengths")
-    for axis, column in known.items():
-        lengths[:, numbers[axis]] = column
+    columns = {axis: column.tolist() for axis, column in known.items()}
+    told = dict.fromkeys(known, "")
     for name, values in parsed.items():
         of = plan.fields[name].axis
         if of is None or values.rows is None:
             continue
-        column = lengths[:, numbers[of]]
-        if of not in told:
-            column[:], told[of] = values.rows, f"field {name!r}"
-        elif (wrong := np.flatnonzero(column != values.rows)).size:
-            first = wrong[0]
+        if of not in columns:
+            columns[of], told[of] = values.rows, name
+        elif columns[of] != values.rows:
+            wanted = columns[of]
+            first = next(i for i in range(n) if values.rows[i] != wanted[i])
             raise SchemaError(
                 f"field {name!r} has {values.rows[first]} {of} in row {first} of {n}, "
-                f"{'the row has' if told[of] == 'lengths' else told[of] + ' has'} {column[first]}"
+                f"{f'field {told[of]!r}' if told[of] else 'the row'} has {wanted[first]}"
             )
     for name, values in parsed.items():
         of = plan.fields[name].axis
         if of is None or values.rows is not None:
             continue
-        if of not in told:
+        if of not in columns:
             raise SchemaError(
                 f"field {name!r} has the values of all rows in one array, and sets the lengths of {of!r}: {how}"
             )
-        if (wanted := int(lengths[:, numbers[of]].sum(dtype=np.int64))) != values.total:
-            raise SchemaError(f"field {name!r} has {values.total} items, the {n} rows have {wanted} {of}")
-    places = {name: number for number, name in enumerate(plan.fields)}
-    return n, [(places[name], values.buffers, values.sizes) for name, values in parsed.items()], lengths
+        if (total := sum(columns[of])) != values.total:
+            raise SchemaError(f"field {name!r} has {values.total} items, the {n} rows have {total} {of}")
+    lengths = np.zeros((n, len(plan.axes)), np.uint32)
+    for axis, rows_of_axis in columns.items():
+        lengths[:, plan.axis(axis) - 1] = rows_of_axis
+    numbers = plan.field_numbers
+    return n, [(numbers[name], values.buffers, values.sizes) for name, values in parsed.items()], lengths
+
+
+def part_of(field: Field, data: Any, rows: slice, ends: NDArray[np.int64] | None) -> Any:
+    """The values of some rows out of those of all rows. `ends`: items before each row of the field's axis, if known."""
+    if getattr(data, "is_nested", False):
+        data = list(data.detach().unbind())
+    if ends is None or not _is_flat(field, data):
+        return data[rows]
+    return data[ends[rows.start] : ends[rows.stop]]
+
+
+def _is_flat(field: Field, data: Any) -> bool:
+    """Whether values of a field with an axis lie one behind the other."""
+    if hasattr(data, "ndim"):
+        return bool(data.ndim == 1 + len(field.shape))
+    return isinstance(data[0], str | bytes) if field.kind != "array" else not _is_of_rows(data)
 
 
 def _rows_of(field: Field, values: _Values) -> int | None:
@@ -152,6 +168,8 @@ def _rows_of(field: Field, values: _Values) -> int | None:
 def _parse(name: str, field: Field, data: Any, n: int | None, casting: Casting) -> _Values:
     if field.kind != "array":
         return _strings(name, field, data)
+    if field.axis is not None and isinstance(data, list | tuple) and _is_of_rows(data):
+        return _rows(name, field, data, casting)
     if field.axis is None:
         array = _whole(name, field, data, casting)
         if array.shape[1:] != field.shape or not array.ndim:
@@ -159,13 +177,11 @@ def _parse(name: str, field: Field, data: Any, n: int | None, casting: Casting) 
             raise SchemaError(f"field {name!r} takes ({wanted}), found shape {tuple(array.shape)}")
         return _Values(_memory(name, field, array), None, None, len(array))
     if getattr(data, "is_nested", False):
-        data = _unnested(name, data)
-    if isinstance(data, list | tuple) and _is_of_rows(data):
-        return _rows(name, field, data, casting)
+        return _rows(name, field, _unnested(name, data), casting)
     array = _whole(name, field, data, casting)
     items = ", ".join(map(str, ("m", *field.shape)))
     if array.ndim == 2 + len(field.shape) and array.shape[2:] == field.shape:  # rows of one length
-        rows = np.full(array.shape[0], array.shape[1], np.uint32)
+        rows = [array.shape[1]] * array.shape[0]
         return _Values(_memory(name, field, array), None, rows, array.shape[0] * array.shape[1])
     if array.ndim != 1 + len(field.shape) or array.shape[1:] != field.shape:
         raise SchemaError(
@@ -182,37 +198,44 @@ def _is_of_rows(data: Sequence[Any]) -> bool:
 
 def _rows(name: str, field: Field, data: Sequence[Any], casting: Casting) -> _Values:
     """A list with an array for each row."""
-    buffers, rows, ndim = [], np.empty(len(data), np.uint32), 1 + len(field.shape)
-    dtype = field.numpy_dtype if _in_numpy(field) else None
+    buffers: list[NDArray[Any]] = []
+    rows: list[int] = []
+    ndim = 1 + len(field.shape)
+    dtype = _dtype_in_numpy(field)
     for i, each in enumerate(data):
-        if type(each) is np.ndarray and each.dtype == dtype and each.flags.c_contiguous:
-            array = each
-        else:
+        array = each
+        if type(each) is not np.ndarray or each.dtype != dtype or not each.flags.c_contiguous:
             array = _memory(name, field, _whole(name, field, each, casting))
         if array.ndim != ndim or array.shape[1:] != field.shape:
             wanted = ", ".join(map(str, ("m", *field.shape)))
             raise SchemaError(f"field {name!r} takes ({wanted}) for each row, found {array.shape} for row {i}")
         if len(array) > _MOST_ITEMS:
             raise SchemaError(f"field {name!r} has {len(array)} items in row {i}, at most {_MOST_ITEMS} fit")
-        rows[i] = len(array)
+        rows.append(len(array))
         buffers.append(array)
-    return _Values(buffers, None, rows, int(rows.sum(dtype=np.int64)))
+    return _Values(buffers, None, rows, sum(rows))
 
 
-def _in_numpy(field: Field) -> bool:
+def _dtype_in_numpy(field: Field) -> np.dtype[Any] | None:
     try:
-        return field.numpy_dtype is not None
+        return field.numpy_dtype
     except FieldError:
-        return False
+        return None
 
 
 def _whole(name: str, field: Field, data: Any, casting: Casting) -> Any:
     """An array or tensor of the field's dtype. Python's own numbers have none: they are converted if they fit."""
-    if not hasattr(data, "dtype") and not hasattr(data, "__array__") and data is not None and _in_numpy(field):
-        found = as_array(name, field, np.asarray(data, field.numpy_dtype) if _is_empty(data) else data, "same_kind")
-        if field.numpy_dtype.kind in "iu":
-            _check_range(name, field, data)
-        return found
+    if (
+        not hasattr(data, "dtype")
+        and not hasattr(data, "__array__")
+        and data is not None
+        and _dtype_in_numpy(field) is not None
+    ):
+        if _is_empty(data):
+            data = np.asarray(data, field.numpy_dtype)
+        if field.numpy_dtype.kind in "iu" and _is_in_range(name, field, data):
+            return np.asarray(data, field.numpy_dtype)
+        return as_array(name, field, data, "same_kind")
     return as_array(name, field, data, casting)
 
 
@@ -223,13 +246,20 @@ def _is_empty(data: Any) -> bool:
         return False
 
 
-def _check_range(name: str, field: Field, data: Any) -> None:
-    wide = np.asarray(data)
+def _is_in_range(name: str, field: Field, data: Any) -> bool:
+    """Whether these are whole numbers. Raises `SchemaError` if the field does not hold all of them."""
+    try:
+        wide = np.asarray(data)
+    except (TypeError, ValueError, OverflowError):
+        return False  # `as_array` says what is wrong with them
+    if wide.dtype.kind not in "iu":
+        return False
     most = np.iinfo(field.numpy_dtype)
-    if wide.size and wide.dtype.kind in "iu" and not most.min <= int(wide.min()) <= int(wide.max()) <= most.max:
+    if wide.size and not most.min <= int(wide.min()) <= int(wide.max()) <= most.max:
         raise SchemaError(
             f"field {name!r} holds {field.dtype}, from {most.min} to {most.max}; found {wide.min()} to {wide.max()}"
         )
+    return True
 
 
 def _memory(name: str, field: Field, array: Any) -> NDArray[Any]:
@@ -256,7 +286,7 @@ def _strings(name: str, field: Field, data: Any) -> _Values:
         try:
             if any(isinstance(each, str | bytes) for each in data):
                 raise TypeError
-            rows = np.fromiter(map(len, data), np.uint32, len(data))
+            rows = list(map(len, data))
             flat = [each for row in data for each in row]
         except TypeError:
             raise SchemaError(f"field {name!r} takes a list of {wanted} for each row, found {shown(data)}") from None
@@ -271,4 +301,4 @@ def _strings(name: str, field: Field, data: Any) -> _Values:
     return _Values(b"".join(encoded), sizes, rows, len(flat))
 
 
-__all__ = ["Source", "check_names", "collect", "lengths_given"]
+__all__ = ["Source", "check_names", "collect", "lengths_given", "part_of"]

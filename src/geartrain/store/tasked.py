@@ -20,7 +20,7 @@ from geartrain.store.columns import as_column
 from geartrain.store.insert import CASTINGS, Casting
 from geartrain.store.packed import check_output
 from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
-from geartrain.store.span_values import check_names, collect, lengths_given
+from geartrain.store.span_values import check_names, collect, lengths_given, part_of
 from geartrain.store.waiting_claims import claim_later
 from geartrain.store.writable import WritableStore
 
@@ -133,15 +133,15 @@ class TaskedStore(WritableStore):
     ) -> Keys:  # fmt: skip
         """Inserts more rows than may go in together, part after part."""
         assert self.plan is not None
-        ends = {axis: np.concatenate([[0], np.cumsum(column)]) for axis, column in known.items()}
+        ends = {axis: np.concatenate([[0], np.cumsum(column, dtype=np.int64)]) for axis, column in known.items()}
         inserted = []
         for at in range(0, n, piece):
             rows = slice(at, min(at + piece, n))
-            part = {}
-            for name, data in given.items():
-                axis = self.plan.fields[name].axis
-                flat = axis in ends and len(data) == ends[axis][-1] and len(data) != n
-                part[name] = data[ends[axis][rows.start] : ends[axis][rows.stop]] if flat else data[rows]
+            fields = self.plan.fields
+            part = {
+                name: part_of(fields[name], data, rows, ends.get(fields[name].axis or ""))
+                for name, data in given.items()
+            }
             inserted.append(
                 self.insert(
                     part,

@@ -9,7 +9,11 @@ import numpy as np
 import geartrain as gt
 from hostile.subject import Tools
 from hostile.tasks import FIELDS, SPAN_BYTES, TASKS, new_store, rows
-from hostile.values import SECONDS, Door, door, flag, nothing, whole
+from hostile.values import SECONDS, Door, choice, door, flag, nothing, number, whole
+
+
+#: Seconds, or None for the default.
+LIMIT = number(0, none=True, most=1e9)
 
 
 def text(value: Any) -> bool:
@@ -29,7 +33,7 @@ def some_bytes(tools: Tools) -> Door:
 @door(
     "Task",
     fields=lambda value: value is None or value == {},
-    after=lambda value: text(value) or value in ((), []),
+    after=lambda value: text(value) or (isinstance(value, tuple | list) and all(map(text, value))),
     keep_partial=flag,
     rewritable=flag,
 )
@@ -40,14 +44,14 @@ def a_task(tools: Tools) -> Door:
 @door("Store.create, with tasks", tasks=lambda value: value is None, span_bytes=whole(4096, 2**46 - 1))
 def create_with_tasks(tools: Tools) -> Door:
     def call(**arguments: Any) -> None:
-        made = gt.Store.create(tools.name(), FIELDS, **arguments)
+        made = gt.Store.create(tools.name(), FIELDS, capacity=2, reserve=False, **arguments)
         made.unlink()
         made.close()
 
-    return call, {"tasks": TASKS, "span_bytes": SPAN_BYTES, "capacity": 2, "reserve": False}
+    return call, {"tasks": TASKS, "span_bytes": SPAN_BYTES}
 
 
-@door("Store.insert, with tasks", fields=nothing, lengths=lambda value: value is None or value == {}, timeout_s=SECONDS)
+@door("Store.insert, with tasks", fields=nothing, lengths=lambda value: value is None or value == {}, timeout_s=LIMIT)
 def insert_with_tasks(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
 
@@ -70,7 +74,7 @@ def insert_a_field_with_an_axis(tools: Tools) -> Door:
 COUNT = whole(1, 10**400, none=True)
 
 
-@door("Store.claim", task=nothing, n=COUNT, max_items=whole(1, 10**400), of=nothing, output=nothing)
+@door("Store.claim", task=nothing, n=COUNT, max_items=whole(1, 10**400), of=choice(None), output=nothing)
 def claim(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
 
@@ -80,7 +84,7 @@ def claim(tools: Tools) -> Door:
     return call, {"task": "work", "n": 2, "max_items": 4, "of": "m", "output": "numpy"}
 
 
-@door("Store.claims", task=nothing, n=COUNT, timeout_s=SECONDS, output=nothing)
+@door("Store.claims", task=nothing, n=COUNT, timeout_s=LIMIT, output=nothing)
 def claims(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
 

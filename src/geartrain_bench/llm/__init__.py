@@ -1,0 +1,1 @@
+"""Benchmark `llm`: see bench.py."""

@@ -1,0 +1,187 @@
+"""`geartrain bench llm`: every part has its figures beside its floor, and targets are judged as written. No time is."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from deadlines import patience
+
+pytest.importorskip("torch")
+
+import geartrain_bench.harness.timing as harness
+import geartrain_bench.llm.bench as llm
+import geartrain_bench.llm.memory as memory
+import geartrain_bench.llm.processes as processes
+import geartrain_bench.llm.report as llm_report
+from geartrain_bench import BenchResult, load, plot_saved
+from geartrain_bench.harness.child_process import BaselineError
+from geartrain_bench.harness.report import write_json
+from geartrain_bench.harness.timing import Row
+from geartrain_bench.llm.run import CPU, PEER, WALL, Peer, Plan, Run
+from geartrain_bench.llm.samples import DISTRIBUTIONS, USUAL, Lengths, digest, in_rows, make_answers, nbytes
+
+TINY = Plan(
+    answers=16, per_row=(4, 1), repeats=2, case_s=0.05, calls=2, ready_rows=128, claimers=2, claims=2, wakes=20,
+    wake_laps=1, pipeline_rows=64, pipeline_laps=1, region_rows=16, region_bytes=4 << 20, full_moments=2,
+    gather_bytes=1 << 20, read_bytes=1 << 17,
+)  # fmt: skip
+SHORT = Lengths(2, 40, 10.0)
+
+
+def new_run(**changes: object) -> Run:
+    result = harness.new_result("llm", quick=False, baselines=(), packages=())
+    return Run(dataclasses.replace(TINY, **changes), result)
+
+
+def test_lengths_have_their_range_and_mean() -> None:
+    random = np.random.default_rng(0)
+    for lengths in (*DISTRIBUTIONS, SHORT):
+        drawn = lengths.draw(50_000, random)
+        assert lengths.low <= drawn.min() <= drawn.max() <= lengths.high
+        assert drawn.mean() == pytest.approx(lengths.mean, rel=0.02)
+    assert (USUAL.name, DISTRIBUTIONS[1].name) == ("200 to 2,048 tokens", "20 to 2,000 tokens, mean 500")
+
+
+def test_rows_have_the_answers_one_behind_the_other() -> None:
+    answers = make_answers([3, 1, 2, 5], np.random.default_rng(0))
+    rows = in_rows(answers, 2)
+    assert [each.tolist() for each in rows["length"]] == [[3, 1], [2, 5]]
+    flat = {name: np.concatenate(each) for name, each in answers.items()}
+    assert digest(flat) == digest({name: np.concatenate(rows[name]) for name in answers})
+    assert digest(flat) != digest({**flat, "mask": ~flat["mask"]})
+    assert nbytes(rows) == 11 * 13 + 4 * 4
+
+
+def test_without_its_peer_every_call_is_measured_beside_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm, "_memory", lambda one: None)
+    monkeypatch.setattr(llm, "_alone", lambda one: {})
+    monkeypatch.setattr(processes, "claims", lambda one: None)
+    result = llm.run(TINY, {"transferqueue": sys.executable + "-that-is-not", "pigeon": sys.executable})
+    cases = [f"{part}, rows of {n}" for n in TINY.per_row for part in ("put", "packed fetch", "a later field")]
+    for case in (*cases, "one row"):
+        for metric in (CPU, WALL):
+            rows = {row.system: row for row in result.rows if (row.case, row.metric) == (case, metric)}
+            assert rows["floor"].ratio_to_floor == 1.0 and rows["geartrain"].p50 > 0
+            assert ("geartrain, padded rows" in rows) == (case == "one row" or "later" in case)
+    assert "does not start" in result.baselines_missing["transferqueue"]
+    assert llm.INSTALL in result.baselines_missing["transferqueue"]
+    assert "unknown" in result.baselines_missing["pigeon"]
+    assert llm.INSTALL in llm.run(dataclasses.replace(TINY, per_row=()), {}).baselines_missing["transferqueue"]
+
+
+def test_a_peer_that_returns_other_bytes_or_fails_is_lost_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from geartrain_bench.llm.calls import packed_fetch
+
+    class Stranger:
+        def digest(self) -> str:
+            return "other"
+
+        def close(self) -> None:
+            closed.append(True)
+
+    closed: list[bool] = []
+    run = new_run()
+    run.peer = Stranger()  # type: ignore[assignment]
+    packed_fetch(run, 4)
+    assert run.peer is None and closed and "other bytes" in run.result.baselines_missing["transferqueue"]
+    assert {row.system for row in run.result.rows} == {"floor", "geartrain"}
+
+
+def test_a_full_region_is_compared_with_the_bytes_of_its_values() -> None:
+    run = new_run()
+    memory.memory(run, SHORT, 4)
+    memory.growing_memory(run, SHORT, 4)
+    for case in ("2 to 40 tokens, mean 10, rows of 4", "2 to 40 tokens, mean 10, rows of 4, growing"):
+        for metric in (memory.MEMORY, memory.TAIL):
+            (row,) = [row for row in run.result.rows if (row.case, row.metric) == (case, metric)]
+            assert 1.0 < row.p50 <= row.p95 < 10.0
+
+
+def test_cold_rows_are_read_beside_a_copy_of_as_many_bytes() -> None:
+    run = new_run()
+    memory.gather(run, SHORT, 4)
+    memory.gather_of_size(run, 1_200)
+    rows = {(row.case, row.system): row for row in run.result.rows}
+    assert {case for case, _ in rows} == {"2 to 40 tokens, mean 10, rows of 4", "1.2 KB a field and row"}
+    assert all(row.metric == memory.GATHER and row.p50 > 0 for row in rows.values())
+
+
+def test_processes_claim_wake_and_train(monkeypatch: pytest.MonkeyPatch, preloaded_children: None) -> None:
+    run = new_run()
+    processes.claims(run)
+    processes.wakes(run)
+    processes.example(run, appends=True)
+    processes.example(run, appends=False)
+    found = {(row.case, row.system): row for row in run.result.rows}
+    assert found["claim 16 of 128 rows", "geartrain"].p50 > 0
+    for case in ("16 answers of 20 tokens, each appended", "16 answers of 20 tokens, a put a claim"):
+        assert found[case, "geartrain"].unit == "rows/s"
+        assert {system for of, system in found if of == case} == {
+            "geartrain",
+            *(f"geartrain, {loop}" for loop in processes.LOOPS),
+        }
+
+
+def result_of(*rows: tuple[str, str, str, float]) -> BenchResult:
+    made = harness.new_result("llm", quick=False, baselines=(), packages=())
+    made.rows = [Row(case, system, metric, "ms", p50, p50, p50, p50, 0.5) for case, system, metric, p50 in rows]
+    return made
+
+
+def test_targets_are_met_or_not_as_they_are_written(tmp_path: Path) -> None:
+    def judged(*rows: tuple[str, str, str, float]) -> dict[str, bool]:
+        return {one.what: one.met for one in llm_report.targets(result_of(*rows))}
+
+    put, fetch = "put, rows of 16", "packed fetch, rows of 1"
+    assert judged((put, PEER, CPU, 40.0), (put, "geartrain", CPU, 1.0)) == {f"{put}: its CPU / ours": True}
+    assert judged((put, PEER, CPU, 39.0), (put, "geartrain", CPU, 1.0)) == {f"{put}: its CPU / ours": False}
+    assert judged((fetch, "geartrain", WALL, 2.1), (fetch, "floor", WALL, 1.0)) == {f"{fetch}: time / memcpy": False}
+    wake = processes.WAKES
+    assert list(
+        judged(("p50 of 9 wakes", "geartrain", wake, 99.0), ("p99 of 9 wakes", "geartrain", wake, 1001.0)).values()
+    ) == [
+        True,
+        False,
+    ]
+    rows_of_16 = "20 to 2,000 tokens, mean 500, rows of 16"
+    full = [
+        (rows_of_16, "geartrain", memory.MEMORY, 1.06),
+        (f"{rows_of_16}, growing", "geartrain", memory.MEMORY, 1.06),
+    ]
+    assert list(judged(*full).values()) == [False, True]
+    gathers = ("20 to 400 tokens, rows of 1", "200 to 2,048 tokens, rows of 16", "1.2 KB a field and row")
+    assert list(judged(*((case, "geartrain", memory.GATHER, 1.0) for case in gathers)).values()) == [True, False]
+    assert judged((put, "geartrain", CPU, 1.0)) == {}
+
+
+def test_it_is_known_by_name_and_its_saved_result_is_drawn_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    assert load("llm") is llm.main
+    case = "put, rows of 16"
+    result = result_of(
+        (case, "floor", CPU, 0.1), (case, "geartrain", CPU, 0.4), (case, PEER, CPU, 40.0),
+        ("200 to 2,048 tokens, rows of 16", "geartrain", memory.MEMORY, 1.02),
+        ("1.2 KB a field and row", "geartrain", memory.GATHER, 3.0),
+    )  # fmt: skip
+    llm_report.show(result, tmp_path / "llm.json", tmp_path / "drawn.png")
+    printed = capsys.readouterr().out
+    assert "targets" in printed and ">= 40" in printed
+    plot_saved(tmp_path / "llm.json", tmp_path / "again.png")
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "drawn.png").read_bytes()
+    write_json(result, tmp_path / "llm.json")
+    assert math.isclose(llm_report.targets(result)[0].found, 100.0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transfer_queue") is not None, reason="it is installed here")
+def test_a_peer_without_its_packages_says_so() -> None:
+    with pytest.raises(BaselineError, match="No module named 'transfer_queue'"):
+        Peer(sys.executable, make_answers([2, 3], np.random.default_rng(0)), setup_s=patience(30))
