@@ -136,8 +136,11 @@ def reward(store: gt.Store) -> None:
 
 def advantage(store: gt.Store) -> None:
     for claim in store.claims("advantage"):
-        better = claim["reward"] - claim["reward"].mean()
-        claim.put(advantage=better / better.std()) if better.any() else claim.drop()  # nothing to learn
+        reward = claim["reward"]
+        if (spread := reward.std()) > 0.01:
+            claim.put(advantage=(reward - reward.mean()) / spread)
+        else:
+            claim.drop()  # nothing to learn
 
 
 def texts(rows: gt.Claim | gt.Batch) -> Tensor:

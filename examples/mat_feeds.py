@@ -80,7 +80,7 @@ class Battles(feeds.Task):
         return learner.player(episodes, seed=1_000_000)
 
 
-def record(store: Any, battles: Any, observation: Any, seed: int) -> None:
+def record(store: Any, battles: Any, obs: Any, seed: int) -> None:
     """The scripted team fights all battles side by side, from their first observation; row i holds battle i.
 
     In every second battle one action in ten is another one than the team wants. What is recorded is what it wants.
@@ -90,16 +90,16 @@ def record(store: Any, battles: Any, observation: Any, seed: int) -> None:
     length, won, playing = np.zeros(battles.n, int), np.zeros(battles.n, bool), np.ones(battles.n, bool)
     disturbed = np.arange(battles.n) % 2 == 1
     while playing.any():
-        available = observation["available"]
-        action = focus_fire(observation["state"], available)
-        steps.append({"agents": observation["agents"], "available": available, "action": action})
+        available = obs["available"]
+        action = focus_fire(obs["state"], available)
+        steps.append({"agents": obs["agents"], "available": available, "action": action})
         any_possible = np.where(available, rng.random(available.shape), -1.0).argmax(-1)
         struck = disturbed[:, None] & (rng.random(action.shape) < DISTURBED)
         stepped = battles.step(np.where(struck, any_possible, action))
         length += playing
         won |= playing & battles.won
         playing &= ~(stepped.terminated | stepped.truncated)
-        observation = stepped.next
+        obs = stepped.next
     for number in range(battles.n):
         with store.row(priority=float(length[number])) as row:
             for t in range(length[number]):

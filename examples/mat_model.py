@@ -65,9 +65,9 @@ class Team(nn.Module):
             nn.init.orthogonal_(last.weight, gain)
             nn.init.zeros_(last.bias)
 
-    def encode(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """The team's situation, (B, agents, width), and what it is worth, (B, agents)."""
-        encoded = self.encoder(self.look(observation) + self.who)
+        encoded = self.encoder(self.look(obs) + self.who)
         return encoded, self.value(encoded)[..., 0]
 
     def decode(self, encoded: Tensor, available: Tensor | None, actions: Tensor) -> Any:
@@ -97,16 +97,16 @@ class Team(nn.Module):
         return actions, torch.stack(told, 1)
 
 
-def split(observation: Any) -> tuple[Tensor, Tensor | None]:
+def split(obs: Any) -> tuple[Tensor, Tensor | None]:
     """What the agents see, and which of their actions are possible, if not all."""
-    if isinstance(observation, dict):
-        return torch.from_numpy(observation["agents"]), torch.from_numpy(observation["available"])
-    return torch.from_numpy(observation), None
+    if isinstance(obs, dict):
+        return torch.from_numpy(obs["agents"]), torch.from_numpy(obs["available"])
+    return torch.from_numpy(obs), None
 
 
 @torch.inference_mode()
-def act(team: Team, observation: Any, greedy: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    seen, available = split(observation)
+def act(team: Team, obs: Any, greedy: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    seen, available = split(obs)
     encoded, value = team.encode(seen)
     actions, log_prob = team.choose(encoded, available, greedy)
     return actions, {"log_prob": log_prob, "value": value}
@@ -114,12 +114,12 @@ def act(team: Team, observation: Any, greedy: bool = False) -> tuple[Tensor, dic
 
 def evaluate(team: Team, battles: Any, seed: int) -> dict[str, float]:
     """The first episode of every battle, with the likeliest actions: the share that was won, and the mean return."""
-    observation = battles.reset(seed=seed)
+    obs = battles.reset(seed=seed)
     returns, won, playing = np.zeros(battles.n), np.zeros(battles.n, bool), np.ones(battles.n, bool)
     while playing.any():
-        stepped = battles.step(act(team, observation, greedy=True)[0].numpy())
+        stepped = battles.step(act(team, obs, greedy=True)[0].numpy())
         returns[playing] += stepped.reward.reshape(battles.n, -1).mean(1)[playing]
         won |= playing & getattr(battles, "won", False)
         playing &= ~(stepped.terminated | stepped.truncated)
-        observation = stepped.next
+        obs = stepped.next
     return {"win rate": float(won.mean()), "return": float(returns.mean())}

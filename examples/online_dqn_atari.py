@@ -92,11 +92,11 @@ class Player:
         self._left, self._kept, self._longest = np.zeros(n, int), np.zeros(n, int), longest
 
     @torch.no_grad()
-    def act(self, model: QNetwork, observation: dict[str, np.ndarray]) -> np.ndarray:
-        begins = observation["age"] == 0
+    def act(self, model: QNetwork, obs: dict[str, np.ndarray]) -> np.ndarray:
+        begins = obs["age"] == 0
         self._stacks[begins] = 0
         self._left[begins] = 0
-        self._stacks = np.concatenate([self._stacks[:, 1:], observation["frame"][:, None]], 1)
+        self._stacks = np.concatenate([self._stacks[:, 1:], obs["frame"][:, None]], 1)
         greedy = model(torch.from_numpy(self._stacks)).argmax(1).numpy()
         n, rng = len(greedy), self._rng
         epsilon = self._epsilon if model.is_trained else 1.0
@@ -134,7 +134,7 @@ def errors_of(online: QNetwork, target: QNetwork, batch: gt.Batch, widen: float 
         widen: how much of what an action is behind the best one its target is lowered by, from 0 to below 1. The best
             action stays the best, and the others fall behind by up to 1 / (1 - widen) times as much.
     """
-    stacks, following = batch["observation.frame"], batch["next_observation.frame"]
+    stacks, following = batch["obs.frame"], batch["next_obs.frame"]
     action = batch["action"][:, None]
     with torch.no_grad():
         best = online(following).argmax(1, keepdim=True)
@@ -163,7 +163,7 @@ class Learner:
     def look_at(self, batch: gt.Batch) -> None:
         """Takes the mean of a batch's frames for the background of all."""
         for network in (self.online, self.mean):
-            network.background.copy_(batch["observation.frame"].float().mean((0, 1)))
+            network.background.copy_(batch["obs.frame"].float().mean((0, 1)))
 
     def train(self, batch: gt.Batch, follow: float = 0.01) -> Tensor:
         """One step; the sizes of the errors, (B,)."""
@@ -212,12 +212,12 @@ def learn(
     curve.point(0, random.mean(), random.min(), random.max())
     screen.print(f"random actions: {random.mean():.1f}")
 
-    new_steps = ROW - OVERLAP - 1  # of each row
-    samples_per_row = chosen.samples_per_step * new_steps
+    row = chosen.samples_per_step * (ROW - OVERLAP - 1)  # samples of the new steps of one
     store.limiter.set(
-        samples_per_insert=samples_per_row,
-        min_size_to_sample=max(1, chosen.first_steps // new_steps),
-        error_buffer=max(20 * samples_per_row, 8 * chosen.batch),
+        samples_per_insert=chosen.samples_per_step,
+        min_size_to_sample=max(1, chosen.first_steps),
+        error_buffer=max(20 * row, 8 * chosen.batch),
+        unit="steps",
     )
     selection = gt.selection.Prioritized(seed=chosen.seed, alpha=0.5, beta=0.5)
     games, policy = functools.partial(make_games, chosen), functools.partial(make_policy, chosen, store.name)
@@ -286,14 +286,14 @@ def evaluate(
     """
     games = make(f"atari/{chosen.game}", episodes, sign_rewards=False)
     player = Player(episodes, games.actions, np.full(episodes, epsilon), chosen.seed)
-    observation = games.reset(seed=1_000_000 + chosen.seed)
+    obs = games.reset(seed=1_000_000 + chosen.seed)
     returns, playing = np.zeros(episodes), np.ones(episodes, bool)
     for _ in range(chosen.eval_steps):
-        actions = player.act(model, observation) if constant is None else np.full(episodes, constant)
+        actions = player.act(model, obs) if constant is None else np.full(episodes, constant)
         stepped = games.step(actions)
         returns[playing] += stepped.reward[playing]
         playing &= ~(stepped.terminated | stepped.truncated)
-        observation = stepped.next
+        obs = stepped.next
         if not playing.any():
             break
     games.close()

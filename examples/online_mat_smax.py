@@ -89,7 +89,7 @@ def resume(
 def advantages(team: Team, batch: gt.Batch, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Of whole rows: advantages and wanted values, (B, steps, agents), and which steps have an action, (B, steps)."""
     acted = batch.mask & ~batch["last"]
-    seen = batch["observation.agents" if "observation.agents" in batch else "observation"]
+    seen = batch["obs.agents" if "obs.agents" in batch else "obs"]
     rows, end = torch.arange(len(seen)), batch.length.long() - 1
     value = batch["value"].clone()
     value[rows, end] = team.encode(seen[rows, end])[1]
@@ -108,9 +108,9 @@ def advantages(team: Team, batch: gt.Batch, scale: float) -> tuple[Tensor, Tenso
 def update(team: Team, optimizer: torch.optim.Optimizer, batch: gt.Batch, entropy: float, chosen: Any) -> None:
     """PPO: some epochs over the rows, in minibatches of single steps."""
     advantage, wanted, acted = advantages(team, batch, chosen.scale)
-    discrete = "observation.available" in batch
-    seen = batch["observation.agents" if discrete else "observation"][acted]
-    available = batch["observation.available"][acted] if discrete else None
+    discrete = "obs.available" in batch
+    seen = batch["obs.agents" if discrete else "obs"][acted]
+    available = batch["obs.available"][acted] if discrete else None
     actions, before = batch["action"][acted], batch["log_prob"][acted]
     advantage, wanted = advantage[acted], wanted[acted]
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-5)
@@ -238,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
         log_prob=gt.Field((battles.agents,), "float32"),
         value=gt.Field((battles.agents,), "float32"),
     )
-    seen = fields["observation.agents" if discrete else "observation"].shape[-1]
+    seen = fields["obs.agents" if discrete else "obs"].shape[-1]
     team = Team(battles.agents, seen, battles.actions, discrete)
     curve = curves.Curve(f"Multi-Agent Transformer on {chosen.task}", "environment steps", chosen.measure, chosen)
     with gt.Store.create(

@@ -54,15 +54,15 @@ class Body(nn.Module):
         self.register_buffer("mean", torch.zeros(inputs))
         self.register_buffer("variance", torch.ones(inputs))
 
-    def forward(self, observation: Tensor) -> Tensor:
-        scaled = ((observation.float() - self.mean) / (self.variance + 1e-8).sqrt()).clamp(-10, 10)
+    def forward(self, obs: Tensor) -> Tensor:
+        scaled = ((obs.float() - self.mean) / (self.variance + 1e-8).sqrt()).clamp(-10, 10)
         return torch.cat([self.policy(scaled), self.value(scaled)], -1)
 
-    def see(self, observation: Tensor) -> None:
+    def see(self, obs: Tensor) -> None:
         """Takes observations (B, n) into mean and deviation."""
-        more, mean = len(observation), observation.float().mean(0)
+        more, mean = len(obs), obs.float().mean(0)
         both, gap = self.seen + more, mean - self.mean
-        variance = self.variance * self.seen + observation.float().var(0, correction=0) * more
+        variance = self.variance * self.seen + obs.float().var(0, correction=0) * more
         self.variance.copy_((variance + gap**2 * self.seen * more / both) / both)
         self.mean += gap * more / both
         self.seen.copy_(both)
@@ -131,10 +131,10 @@ def serve(context: Any, heads_in: str = "") -> None:
     node = context.node
 
     @rpc.batched(max_size=64, max_wait_us=500, stack=True)
-    def act(observation: Any) -> dict[str, Any]:
+    def act(obs: Any) -> dict[str, Any]:
         version = follower.follow()
         with torch.inference_mode():
-            features = body(torch.as_tensor(observation))
+            features = body(torch.as_tensor(obs))
             acted = node().call(heads_in, "act_on", features) if heads_in else heads.act(features)
         return {**acted, "version": torch.full((len(features),), version)}
 
@@ -209,15 +209,15 @@ def evaluate(context: Any, episodes: int = 3) -> None:
 @torch.inference_mode()
 def play(environment: gym.Env, stages: tuple[Body, Heads] | None, seed: int) -> float:
     """Return of an episode with the likeliest actions, or with random ones."""
-    observation, _ = environment.reset(seed=10_000 + seed)
+    obs, _ = environment.reset(seed=10_000 + seed)
     environment.action_space.seed(seed)
     total, over = 0.0, False
     while not over:
         action = environment.action_space.sample()
         if stages is not None:
             body, heads = stages
-            action = heads(body(torch.as_tensor(observation)[None]))[0].mean[0].numpy()
-        observation, reward, terminated, truncated, _ = environment.step(action)
+            action = heads(body(torch.as_tensor(obs)[None]))[0].mean[0].numpy()
+        obs, reward, terminated, truncated, _ = environment.step(action)
         total, over = total + float(reward), terminated or truncated
     return total
 
@@ -335,11 +335,11 @@ def prepare(store: gt.Store, keys: gt.Keys, body: Body, heads: Heads, first: boo
     data: dict[str, Tensor] = {}
     with torch.no_grad():
         if first:
-            rows = gt.fetch(store, keys, fields=["observation", "last"])
+            rows = gt.fetch(store, keys, fields=["obs", "last"])
             acted = rows.mask & ~rows["last"]
-            body.see(rows["observation"][rows.mask])
-            data["observation"] = rows["observation"][acted].clone()
-            features = body(rows["observation"])
+            body.see(rows["obs"][rows.mask])
+            data["obs"] = rows["obs"][acted].clone()
+            features = body(rows["obs"])
             if not second:
                 dist.send(features, 1)
         if second:
@@ -363,7 +363,7 @@ def step(
     sent: list[tuple[Tensor, Any]] = []
     for chosen in parts:
         if first:
-            features = body(data["observation"][chosen])
+            features = body(data["obs"][chosen])
             if not second:
                 sent.append((features, dist.isend(features.detach(), 1)))
                 continue

@@ -30,7 +30,7 @@ from geartrain.errors import MissingDependencyError
 
 EPISODE = 50  # actions; a row has one step more, with the last observation
 GAMMA, NEAR_M = 0.95, 0.05
-SEEN, GOAL, ACHIEVED = "observation.observation", "observation.desired_goal", "observation.achieved_goal"
+SEEN, GOAL, ACHIEVED = "obs.observation", "obs.desired_goal", "obs.achieved_goal"
 
 
 def network(inputs: int, outputs: int, width: int = 128) -> nn.Sequential:
@@ -67,8 +67,8 @@ class Agent(nn.Module):
 
 
 @torch.inference_mode()
-def act(agent: Agent, observation: dict[str, np.ndarray], *, likeliest: bool = False) -> Tensor:
-    seen, goal = (torch.from_numpy(observation[name]) for name in ("observation", "desired_goal"))
+def act(agent: Agent, obs: dict[str, np.ndarray], *, likeliest: bool = False) -> Tensor:
+    seen, goal = (torch.from_numpy(obs[name]) for name in ("observation", "desired_goal"))
     drawn, _, best = agent.act(agent.state(seen, goal))
     return best if likeliest else drawn
 
@@ -153,8 +153,8 @@ class Anything:
     def __init__(self, actions: int, seed: int) -> None:
         self._actions, self._rng = actions, np.random.default_rng(seed)
 
-    def act(self, observation: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        n = len(observation["observation"])
+    def act(self, obs: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        n = len(obs["observation"])
         return self._rng.uniform(-1, 1, (n, self._actions)).astype("float32"), {}
 
 
@@ -175,7 +175,7 @@ def learn(
     agent.mean.copy_(known.mean(0))
     agent.deviation.copy_(known.std(0).clamp(min=0.01))
     policy = actor.policy = LocalPolicy(act, agent)
-    best = lambda observation: (act(agent, observation, likeliest=True).numpy(), {})  # noqa: E731
+    best = lambda obs: (act(agent, obs, likeliest=True).numpy(), {})  # noqa: E731
     learned_s, fetched_s, judged_s, began_s = 0.0, 0.0, 0.0, time.perf_counter()
     with curves.bars() as bars:
         bar = bars.add_task(chosen.task, total=chosen.steps)
@@ -220,10 +220,10 @@ def evaluate(arms: Any, act: Any, episodes: int, seed: int) -> float:
     reached = 0
     rounds = -(-episodes // arms.n)
     for number in range(rounds):
-        observation = arms.reset(seed=1_000_000 * (1 + seed) + arms.n * number)
+        obs = arms.reset(seed=1_000_000 * (1 + seed) + arms.n * number)
         for _ in range(EPISODE):
-            stepped = arms.step(act(observation)[0])
-            observation = stepped.next
+            stepped = arms.step(act(obs)[0])
+            obs = stepped.next
         reached += int((stepped.reward == 0).sum())
     return reached / (rounds * arms.n)
 

@@ -233,6 +233,8 @@ SEARCHES = {
     "R2D2": "recipes/",
     "burn-in": "recipes/ replay",
     "LSTM state": "recipes/ replay",
+    "delta_timestamps": "recipes/ replay coming-from-lerobot",
+    "action chunk": "recipes/ replay",
     "DDP": "first-hour/ddp collectives-torch ranks recipes/",
     "multi node": "first-hour/hosts clusters recipes/ deployment",
     "Slurm": "deployment clusters launch recipes/",

@@ -33,6 +33,7 @@ enum class ErrorKind {
   lock_timeout,
   corrupt,
   untrusted_store,
+  io,
   os,
   // between processes
   argument,

@@ -29,7 +29,7 @@ bool take_file_lock(int fd, uint64_t byte, LockKind kind) {
   struct flock lock = one_byte(byte, kind == LockKind::exclusive ? F_WRLCK : F_RDLCK);
   if (::fcntl(fd, F_OFD_SETLK, &lock) == 0) return true;
   if (errno == EAGAIN || errno == EACCES) return false;
-  fail(ErrorKind::os, "cannot lock a byte of the file: ", std::strerror(errno));
+  fail(ErrorKind::io, "cannot lock a byte of the file: ", std::strerror(errno));
 }
 
 bool wait_for_file_lock(int fd, uint64_t byte, LockKind kind, Deadline deadline) {
@@ -51,7 +51,7 @@ void drop_file_lock(int fd, uint64_t byte) {
 bool file_lock_held(int fd, uint64_t byte) {
   struct flock lock = one_byte(byte, F_WRLCK);
   if (::fcntl(fd, F_OFD_GETLK, &lock) != 0) {
-    fail(ErrorKind::os, "cannot ask for a lock of the file: ", std::strerror(errno));
+    fail(ErrorKind::io, "cannot ask for a lock of the file: ", std::strerror(errno));
   }
   return lock.l_type != F_UNLCK;
 }

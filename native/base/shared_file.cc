@@ -70,6 +70,13 @@ constexpr uint64_t kSmallDirectory = uint64_t{64} << 20;
              "file system for all processes, or give a path on one");
 }
 
+// The system's words for an error, and what helps where a limit was met.
+std::string reason_of(int error) {
+  std::string reason = std::strerror(error);
+  if (error == EMFILE) reason += ". Raise this process's limit of open files (ulimit -n), or close some";
+  return reason;
+}
+
 bool is_full(int error) {
   return error == ENOSPC || error == EFBIG || error == EDQUOT;
 }
@@ -77,7 +84,7 @@ bool is_full(int error) {
 [[noreturn]] void fail_to_create(const std::string& path, uint64_t bytes, int error) {
   if (is_full(error)) fail_no_space(path, bytes);
   const bool refused = error == EROFS || error == EACCES || error == EPERM;
-  fail(error == ENOENT ? ErrorKind::missing : ErrorKind::os, "cannot create ", path, ": ", std::strerror(error),
+  fail(error == ENOENT ? ErrorKind::missing : ErrorKind::io, "cannot create ", path, ": ", reason_of(error),
        refused ? ". Set GEARTRAIN_DIR, for all processes, to a directory that this process may write to, or give a "
                  "path in one"
                : "");
@@ -181,12 +188,12 @@ int open_shared_file(const std::string& path, bool writable, Trust trust) {
     }
     if (there && !S_ISREG(named.st_mode)) fail(ErrorKind::incompatible, path, " is not a segment: not a regular file");
     if (there && error == EACCES) check_writers(named, trust, path);
-    fail(error == EACCES ? ErrorKind::untrusted_store : ErrorKind::os, "cannot open the segment ", path, ": ",
-         std::strerror(error), error == EROFS ? "; Store.open(..., mode='r') reads it" : "");
+    fail(error == EACCES ? ErrorKind::untrusted_store : ErrorKind::io, "cannot open the segment ", path, ": ",
+         reason_of(error), error == EROFS ? "; Store.open(..., mode='r') reads it" : "");
   }
   try {
     struct stat file{};
-    if (::fstat(fd, &file) != 0) fail(ErrorKind::os, "cannot stat ", path, ": ", std::strerror(errno));
+    if (::fstat(fd, &file) != 0) fail(ErrorKind::io, "cannot stat ", path, ": ", std::strerror(errno));
     if (!S_ISREG(file.st_mode)) fail(ErrorKind::incompatible, path, " is not a segment: not a regular file");
     check_writers(file, trust, path);
   } catch (...) {
@@ -199,13 +206,13 @@ int open_shared_file(const std::string& path, bool writable, Trust trust) {
 void share_with(int fd, Trust trust) {
   // Not the open's mode: that is cut by the umask.
   if (trust != Trust::user && ::fchmod(fd, mode_of(trust)) != 0) {
-    fail(ErrorKind::os, "cannot set the mode of a new segment: ", std::strerror(errno));
+    fail(ErrorKind::io, "cannot set the mode of a new segment: ", std::strerror(errno));
   }
 }
 
 void exchange_paths(const std::string& one, const std::string& other) {
   if (::renameat2(AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) != 0) {
-    fail(ErrorKind::os, "cannot exchange ", one, " and ", other, ": ", std::strerror(errno));
+    fail(ErrorKind::io, "cannot exchange ", one, " and ", other, ": ", std::strerror(errno));
   }
 }
 
@@ -238,7 +245,7 @@ Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve, T
     if (error == EINTR) error = 0;
   }
   if (is_full(error)) fail_no_space(path, bytes);
-  if (error != 0) fail(ErrorKind::os, "cannot size ", path, ": ", std::strerror(error));
+  if (error != 0) fail(ErrorKind::io, "cannot size ", path, ": ", std::strerror(error));
   return mapping;
 }
 
@@ -247,7 +254,7 @@ Mapping Mapping::attach(const std::string& path, bool writable, Trust trust) {
   mapping.path_ = path;
   mapping.fd_ = open_shared_file(path, writable, trust);
   struct stat st{};
-  if (::fstat(mapping.fd_, &st) != 0) fail(ErrorKind::os, "cannot stat ", path, ": ", std::strerror(errno));
+  if (::fstat(mapping.fd_, &st) != 0) fail(ErrorKind::io, "cannot stat ", path, ": ", std::strerror(errno));
   mapping.bytes_ = static_cast<uint64_t>(st.st_size);
   if (mapping.bytes_ == 0) fail(ErrorKind::incompatible, path, " is not a segment: it is empty");
   mapping.map(writable);
@@ -289,12 +296,12 @@ Mapping::~Mapping() {
 void Mapping::map(bool writable) {
   writable_ = writable;
   struct stat mine{};
-  if (::fstat(fd_, &mine) != 0) fail(ErrorKind::os, "cannot stat ", path_, ": ", std::strerror(errno));
+  if (::fstat(fd_, &mine) != 0) fail(ErrorKind::io, "cannot stat ", path_, ": ", std::strerror(errno));
   device_ = mine.st_dev;
   inode_ = mine.st_ino;
   data_ = map_aligned(fd_, bytes_, writable ? PROT_READ | PROT_WRITE : PROT_READ);
   if (data_ == nullptr) {
-    fail(ErrorKind::os, "cannot map ", mebibytes(bytes_), " of ", path_, ": ", std::strerror(errno));
+    fail(ErrorKind::io, "cannot map ", mebibytes(bytes_), " of ", path_, ": ", std::strerror(errno));
   }
   // Huge pages where the administrator allows them for shared memory; refused elsewhere, and that is fine.
   ::madvise(data_, bytes_, MADV_HUGEPAGE);
@@ -358,7 +365,7 @@ bool Mapping::unlink() {
 
 void Mapping::flush(uint64_t offset, uint64_t bytes) const {
   if (::msync(data_ + offset, bytes, MS_SYNC) != 0) {
-    fail(ErrorKind::os, "cannot write ", path_, " to its disk: ", std::strerror(errno));
+    fail(ErrorKind::io, "cannot write ", path_, " to its disk: ", std::strerror(errno));
   }
 }
 
@@ -377,7 +384,7 @@ int Mapping::fd() const {
     return known;
   }
   if (opened >= 0) ::close(opened);
-  fail(ErrorKind::os, "the program closed the descriptor (", known, ") of ", path_,
+  fail(ErrorKind::io, "the program closed the descriptor (", known, ") of ", path_,
        ", and the file cannot be opened again by that name; a program that closes descriptors it did not open must do "
        "so before it opens a store");
 }

@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <utility>
 
@@ -49,7 +50,8 @@ BatchArrays BatchArrays::part(const Store& store, uint32_t window, const Transit
                               size_t n) const {
   BatchArrays out;
   for (const FetchField& field : fields) {
-    out.fields.push_back({field.field, field.out + first * fetched_row_bytes(store, field.field, window)});
+    const uint64_t row_bytes = fetched_row_bytes(store, field.field, window, field.steps);
+    out.fields.push_back({field.field, field.out + first * row_bytes, field.steps});
   }
   for (size_t i = 0; i < transitions.size(); ++i) {
     TransitionField field = transitions[i];
@@ -314,6 +316,10 @@ bool BatchSampler::admitted(size_t n, const Step& step, const Supplier& supplier
     fail(ErrorKind::not_enough, settings_.min_rows, " selectable rows are asked for, the store has ",
          store_.committed_count());
   }
+  if (settings_.min_steps != 0 && store_.step_count_up_to(settings_.min_steps) < settings_.min_steps) {
+    if (!step.admitted) return false;
+    fail(ErrorKind::not_enough, settings_.min_steps, " steps are asked for, the store has ", store_.step_count());
+  }
   if (!step.admitted && !store_.admit_samples(n, 0.0)) return false;
   try {
     make(call);
@@ -381,14 +387,20 @@ DrawPlan BatchSampler::plan(const Step& step, uint32_t round, size_t rows) const
   if (settings_.stratified) plan.strata = static_cast<uint32_t>(rows);
   if (settings_.over_steps) plan.max_steps = store_.header().max_length;
   if (settings_.over_steps || from_.row_steps != 0) {
-    // The last step has none after it; a whole window needs as many as it is long.
-    const uint32_t need = settings_.transitions ? 1 : settings_.window.need();
-    const bool before = from_.row_steps != 0 && !settings_.transitions && !settings_.window.from_first;
-    (before ? plan.skip : plan.need) = need;
+    // The last step has none after it; a whole window needs as many as it is long. Over steps the first step of what is
+    // needed is drawn, else the anchor.
+    if (settings_.transitions) {
+      plan.need = 1;
+    } else if (from_.row_steps != 0) {
+      plan.skip = settings_.window.need_before();
+      plan.need = settings_.window.need_after();
+    } else {
+      plan.need = settings_.window.need();
+    }
     if (settings_.over_steps && !settings_.transitions) plan.stride = settings_.window.stride;
     if (from_.repeats) plan.needs = settings_.transitions ? settings_.transitions->needs() : settings_.window.needs();
     const bool numbered = settings_.over_steps && !settings_.transitions;
-    if (plan.needs.after != 0 && numbered) plan.shift = settings_.window.first_anchor();
+    if (plan.needs.after != 0 && numbered) plan.shift = settings_.window.need_before();
   }
   return plan;
 }
@@ -434,8 +446,8 @@ uint64_t BatchSampler::draw(const Step& step, size_t n, uint32_t round, std::spa
            "repairs nothing. Open the store for writing, which does");
     }
   }
-  if (plan.finds_steps(from_) && !settings_.transitions && !settings_.window.from_first) {
-    for (uint32_t& each : draws.steps.first(numbers.size())) each += plan.need;  // the last step of what was drawn
+  if (plan.finds_steps(from_) && !settings_.transitions) {
+    for (uint32_t& each : draws.steps.first(numbers.size())) each += settings_.window.need_before();
   }
   if (failed != 0) fail(ErrorKind::corrupt, failed, " draws found no row; store.audit() tells what is wrong");
   return 0;
@@ -511,8 +523,42 @@ void BatchSampler::mark_refused(const Placed& placed, std::span<uint8_t> torn) c
   }
 }
 
+uint64_t BatchSampler::gather_short_atoms(const BatchArrays& out, const DrawnRows& drawn, uint64_t step,
+                                          uint32_t round) const {
+  std::vector<uint32_t> numbers, rows, generations, steps;
+  std::vector<double> probability;
+  const size_t mask_steps = out.mask.size() / std::max<size_t>(1, out.rows.size());
+  for (size_t i = 0; i < drawn.rows.size(); ++i) {
+    const uint32_t number = drawn.numbers[i];
+    if (drawn.generations[i] != kNoGeneration) {
+      numbers.push_back(number);
+      rows.push_back(drawn.rows[i]);
+      generations.push_back(drawn.generations[i]);
+      probability.push_back(drawn.probability[i]);
+      if (!drawn.steps.empty()) steps.push_back(drawn.steps[i]);
+      continue;
+    }
+    out.rows[number] = drawn.rows[i];
+    out.generations[number] = kNoGeneration;
+    out.probability[number] = drawn.probability[i];
+    out.torn[number] = 0;
+    out.steps[number] = 0;
+    out.starts[number] = out.lengths[number] = 0;
+    out.versions[number] = 0;
+    if (mask_steps != 0) std::ranges::fill(out.mask.subspan(number * mask_steps, mask_steps), uint8_t{0});
+    for (const FetchField& field : out.fields) {
+      const uint64_t bytes = fetched_row_bytes(store_, field.field, settings_.window.length, field.steps);
+      std::memset(field.out + number * bytes, 0, bytes);
+    }
+  }
+  return rows.empty() ? 0 : gather(out, {numbers, rows, generations, probability, steps}, step, round);
+}
+
 uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const {
   if (settings_.transitions) return gather_transitions(out, drawn, step, round);
+  if (settings_.atom > 1 && std::ranges::find(drawn.generations, kNoGeneration) != drawn.generations.end()) {
+    return gather_short_atoms(out, drawn, step, round);
+  }
   const size_t n = drawn.rows.size();
   const bool whole = drawn.rows.data() == out.rows.data();  // of all the batch's rows, whose arrays lie in `out`
   const Placed where = place(drawn, step, round);

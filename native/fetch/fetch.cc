@@ -36,13 +36,15 @@ class Gather : RowWindows {
       : RowWindows(store, request), stream_(batch_bytes(store, request) >= stream_from()) {
     for (const FetchField& field : request.fields) {
       const FieldRecord& record = store.fields()[field.field];
-      columns_.push_back({store.block(field.field, 0), field.out, record.stride, record.block_bytes,
-                          record.timed != 0 ? step_bytes(record) : 0});
+      (field.steps == nullptr ? columns_ : some_)
+          .push_back({store.block(field.field, 0), field.out, record.stride, record.block_bytes,
+                      record.timed != 0 ? step_bytes(record) : 0, field.steps});
     }
   }
 
   uint64_t rows(size_t first, size_t last) const {
-    const size_t ahead = std::clamp(kAskedPieces / std::max<size_t>(1, columns_.size()), kLeastRows, kMostRows);
+    const size_t ahead =
+        std::clamp(kAskedPieces / std::max<size_t>(1, columns_.size() + some_.size()), kLeastRows, kMostRows);
     for (size_t i = first; i < std::min(last, first + 2 * ahead); ++i) ask_for_status(i);
     for (size_t i = first; i < std::min(last, first + ahead); ++i) ask_for(i);
     uint64_t torn = 0;
@@ -61,6 +63,7 @@ class Gather : RowWindows {
     std::byte* to;
     uint64_t stride, block_bytes;  // from one row's block to the next; of a row without time
     uint64_t step_bytes;           // 0: without time
+    const FieldSteps* steps;       // null: all of a window
   };
   // What tells whether a row is whole, and where its window lies.
   void ask_for_status(size_t i) const {
@@ -81,6 +84,7 @@ class Gather : RowWindows {
         prefetch_piece(from + window.start * column.step_bytes, window.count * column.step_bytes);
       }
     }
+    if (!some_.empty()) ask_for_some(row, window);
     if (marks_) __builtin_prefetch(marks_.column + row * marks_.stride + window.start + std::max(window.count, 1U) - 1);
   }
 
@@ -109,6 +113,7 @@ class Gather : RowWindows {
       copy_lines(to + at * step, from + start * step, count * step, stream_);
       if (at + count < steps_) zero_block(to + (at + count) * step, (steps_ - at - count) * step);
     }
+    if (!some_.empty()) copy_some(row, place, {start, count, at});
     if (!request_.mask.empty()) {
       uint8_t* mask = request_.mask.data() + i * steps_;
       std::memset(mask, 0, steps_);
@@ -119,8 +124,51 @@ class Gather : RowWindows {
     if (!request_.versions.empty()) request_.versions[i] = status.version.load(std::memory_order_relaxed);
   }
 
+  // The same of fields that have some steps of a window. Apart, so that the loops above stay as short as they are.
+  [[gnu::noinline]] void ask_for_some(uint32_t row, Window window) const {
+    for (const Column& column : some_) {
+      const std::byte* const from = column.from + row * column.stride;
+      for_each_run(window, *column.steps, [&](const Piece& piece) {
+        if (piece.real != 0) prefetch_piece(from + piece.from * column.step_bytes, piece.real * column.step_bytes);
+      });
+    }
+  }
+
+  [[gnu::noinline]] void copy_some(uint32_t row, size_t place, Window window) const {
+    for (const Column& column : some_) {
+      const std::byte* const from = column.from + row * column.stride;
+      const uint64_t step = column.step_bytes;
+      std::byte* to = column.to + place * column.steps->count * step;
+      for_each_run(window, *column.steps, [&](const Piece& piece) {
+        if (piece.before != 0) zero_block(to, piece.before * step);
+        to += piece.before * step;
+        if (piece.real != 0) copy_lines(to, from + piece.from * step, piece.real * step, stream_);
+        to += piece.real * step;
+        if (piece.after != 0) zero_block(to, piece.after * step);
+        to += piece.after * step;
+      });
+    }
+  }
+
+  // A run: steps that are missing, `real` ones from a step of the row on, and missing ones.
+  struct Piece {
+    uint32_t before, from, real, after;
+  };
+  static void for_each_run(const Window& window, const FieldSteps& steps, auto&& body) {
+    const uint32_t end = window.at + window.count;
+    if (steps.runs.empty()) {
+      const uint32_t real = std::min(window.count, 1U);
+      return body(Piece{0, window.start, real, 1 - real});
+    }
+    for (const FieldSteps::Run& run : steps.runs) {
+      const uint32_t first = std::clamp(window.at, run.place, run.place + run.count);
+      const uint32_t until = std::clamp(end, first, run.place + run.count);
+      body(Piece{first - run.place, window.start + (first - window.at), until - first, run.place + run.count - until});
+    }
+  }
+
   const bool stream_;
-  std::vector<Column> columns_;  // of the fields that are asked for
+  std::vector<Column> columns_, some_;  // of the fields that have whole windows, or no time; and of the others
 };
 
 void check(const Store& store, std::span<const uint32_t> rows, uint32_t field) {
@@ -134,18 +182,26 @@ void check(const Store& store, std::span<const uint32_t> rows, uint32_t field) {
 
 }  // namespace
 
-uint64_t fetched_row_bytes(const Store& store, uint32_t field, uint32_t window) {
-  return field_bytes(store.fields()[field], window != 0 ? window : store.header().max_length);
+uint64_t fetched_row_bytes(const Store& store, uint32_t field, uint32_t window, const FieldSteps* steps) {
+  const uint32_t of_window = window != 0 ? window : store.header().max_length;
+  return field_bytes(store.fields()[field], steps != nullptr ? steps->count : of_window);
 }
 
 uint64_t batch_bytes(const Store& store, const FetchRequest& request) {
   uint64_t bytes = 0;
-  for (const FetchField& field : request.fields) bytes += fetched_row_bytes(store, field.field, request.window);
+  for (const FetchField& field : request.fields) {
+    bytes += fetched_row_bytes(store, field.field, request.window, field.steps);
+  }
   return bytes * request.rows.size();
 }
 
 uint64_t fetch(const Store& store, const FetchRequest& request) {
-  for (const FetchField& field : request.fields) check(store, {}, field.field);
+  for (const FetchField& field : request.fields) {
+    check(store, {}, field.field);
+    if (field.steps != nullptr && store.fields()[field.field].timed == 0) {
+      fail(ErrorKind::schema, "the field '", store.fields()[field.field].name, "' has no steps");
+    }
+  }
   check(store, request.rows, 0);
   if (request.generations.size() != request.rows.size() || request.torn.size() != request.rows.size() ||
       (!request.ends.empty() && request.ends.size() != request.rows.size()) ||

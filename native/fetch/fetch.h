@@ -21,8 +21,8 @@ uint64_t fetch(const Store& store, const FetchRequest& request);
 // Bytes that the request moves into its outputs.
 uint64_t batch_bytes(const Store& store, const FetchRequest& request);
 
-// Bytes of one row of a field in a batch of such windows (0: whole rows).
-uint64_t fetched_row_bytes(const Store& store, uint32_t field, uint32_t window);
+// Bytes of one row of a field in a batch of such windows (0: whole rows), all of them or those of some steps.
+uint64_t fetched_row_bytes(const Store& store, uint32_t field, uint32_t window, const FieldSteps* steps);
 
 // One field of rows to be written.
 using InsertField = FieldSource;

@@ -105,8 +105,9 @@ RankReader::RankReader(Settings settings, std::vector<ShardView> shards, const A
     std::vector<uint64_t> bytes;
     for (size_t i = 0; i < shard.fields.size(); ++i) {
       store.check_column(shard.fields[i]);
-      bytes.push_back(view ? view->row_bytes(store.fields()[shard.fields[i]], view->roles[i])
-                           : fetched_row_bytes(store, shard.fields[i], settings_.window.length));
+      bytes.push_back(
+          view ? view->row_bytes(store.fields()[shard.fields[i]], view->roles[i])
+               : fetched_row_bytes(store, shard.fields[i], settings_.window.length, settings_.window.steps_of(i)));
     }
     const size_t steps = view                           ? view->frame_stack
                          : settings_.window.length != 0 ? settings_.window.length
@@ -479,6 +480,30 @@ void RankReader::read_shard(size_t number, Draws& draws, const Reads& reads, std
   }
 }
 
+// Clears the place of a read without a row, for all that get it.
+void RankReader::clear(size_t number, const Draws& draws, const Reads& reads, std::span<const Target> targets,
+                       uint32_t read) const {
+  const uint32_t draw = reads.draws[read];
+  for (const Reads::To& to : reads.to) {
+    const auto which = std::ranges::lower_bound(to.which, read);
+    if (which == to.which.end() || *which != read) continue;
+    const Target& target = targets[to.target];
+    const uint32_t place = to.places[static_cast<size_t>(which - to.which.begin())];
+    const std::vector<uint64_t> bytes = row_bytes(target.rank);
+    for (size_t array = 0; array < bytes.size(); ++array) {
+      std::memset(target.arrays[array] + place * bytes[array], 0, bytes[array]);
+    }
+    target.headers[place] = {.row = draws.rows[draw],
+                             .generation = kNoGeneration,
+                             .shard = static_cast<uint32_t>(number),
+                             .length = 0,
+                             .start = 0,
+                             .steps = 0,
+                             .version = 0,
+                             .probability = draws.probability[draw]};
+  }
+}
+
 // Copies some of a shard's reads to all that get them.
 void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std::span<const Target> targets,
                       const Hooks& hooks, const std::vector<uint32_t>& which, uint32_t round, bool counted,
@@ -495,6 +520,10 @@ void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std
     const uint32_t draw = reads.draws[i];
     if (draws.rows[draw] == kNoRow) continue;
     torn[i] = 0;
+    if (plan.atom > 1 && draws.generations[draw] == kNoGeneration) {
+      clear(number, draws, reads, targets, i);
+      continue;
+    }
     at[i] = static_cast<uint32_t>(found.size());
     found.push_back(i);
     rows.push_back(draws.rows[draw]);
@@ -577,14 +606,17 @@ void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std
     for (size_t i = 0; i < part.of.size(); ++i) {
       const uint32_t read = found[part.of[i]];
       if (copied.torn[i] != 0) torn[read] = 1;
-      part.target->headers[part.places[i]] = {.row = part.asked.rows[i],
-                                              .generation = part.asked.generations[i],
-                                              .shard = static_cast<uint32_t>(number),
-                                              .length = copied.lengths[i],
-                                              .start = copied.starts[i],
-                                              .steps = copied.steps[i],
-                                              .version = copied.versions[i],
-                                              .probability = draws.probability[reads.draws[read]]};
+      part.target->headers[part.places[i]] = {
+          .row = part.asked.rows[i],
+          .generation = part.asked.generations[i],
+          .shard = static_cast<uint32_t>(number),
+          .length = copied.lengths[i],
+          .start = copied.starts[i],
+          .steps = copied.steps[i],
+          .anchor = part.asked.ends.empty() || settings_.window.of_episodes() ? copied.starts[i] : part.asked.ends[i],
+          .reserved = 0,
+          .version = copied.versions[i],
+          .probability = draws.probability[reads.draws[read]]};
     }
   }
   if (store.header().max_times_sampled == 0) return;
@@ -640,7 +672,8 @@ void RankReader::copy_on_host(const ShardView& shard, const Target& target, cons
   }
   std::vector<FetchField> fields;
   for (size_t i = 0; i < consumer.arrays.size(); ++i) {
-    fields.push_back({shard.fields[consumer.arrays[i]], target.arrays[i]});
+    const uint32_t array = consumer.arrays[i];
+    fields.push_back({shard.fields[array], target.arrays[i], settings_.window.steps_of(array)});
   }
   RowMetadata found(n, steps_);
   FetchRequest request;
@@ -732,8 +765,8 @@ void RankReader::place(const Target& own, std::span<const uint32_t> places, cons
 
 void RankReader::settle(std::span<const RowHeader> headers, const BatchArrays& batch,
                         std::span<uint16_t> shards) const {
-  const bool left = settings_.view || (settings_.window.length != 0 && settings_.pad_left);
-  const bool from_first = settings_.view || settings_.window.from_first;
+  const WindowPlan& window = settings_.window;
+  const bool left = settings_.view || (window.length != 0 && settings_.pad_left);
   for (size_t i = 0; i < headers.size(); ++i) {
     const RowHeader& header = headers[i];
     batch.rows[i] = header.row;
@@ -742,15 +775,16 @@ void RankReader::settle(std::span<const RowHeader> headers, const BatchArrays& b
     batch.starts[i] = header.start;
     batch.lengths[i] = header.length;
     batch.versions[i] = header.version;
-    if (!batch.steps.empty()) {
-      const int64_t behind = from_first ? 0 : std::max(int64_t{header.steps} - 1, int64_t{0});
-      batch.steps[i] = static_cast<uint32_t>(header.start + behind);
-    }
+    if (!batch.steps.empty()) batch.steps[i] = static_cast<uint32_t>(header.anchor);
     shards[i] = static_cast<uint16_t>(header.shard);
     const size_t count = std::clamp<int64_t>(header.steps, 0, static_cast<int64_t>(steps_));
     uint8_t* const mask = batch.mask.data() + i * steps_;
     std::memset(mask, 0, steps_);
-    std::memset(mask + (left ? steps_ - count : 0), 1, count);
+    const auto missing = static_cast<int64_t>(steps_ - count);
+    int64_t at = left ? missing : 0;
+    if (window.in_place)
+      at = std::clamp<int64_t>(window.steps_before() + int64_t{header.start} - header.anchor, 0, missing);
+    std::memset(mask + at, 1, count);
   }
 }
 

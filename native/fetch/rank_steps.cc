@@ -114,7 +114,9 @@ RankSteps::Parts RankSteps::begin(uint64_t step, std::span<const GivenPriorities
   for (size_t number = 0; number < settings_.stores.size(); ++number) {
     const Store& store = *settings_.stores[number].store;
     const Store::Call call(store);
-    ShardStatus shard{.rows = 0, .next_sequence = 0, .cursor = 0, .total = total(number)};
+    ShardStatus shard{.rows = 0, .next_sequence = 0, .cursor = 0, .total = total(number), .steps = 0};
+    const uint64_t least = settings_.stores[number].min_steps;
+    if (least != 0 && leads(number)) shard.steps = store.step_count_up_to(least);
     shard.rows = static_cast<int64_t>(store.committed_count());
     shard.next_sequence = static_cast<int64_t>(store.next_sequence());
     if (!told.empty()) {
@@ -194,9 +196,11 @@ RankSteps::Heard RankSteps::hear(uint64_t step, std::span<const std::span<const 
   }
   for (size_t number = 0; number < stores; ++number) {
     made.rows.push_back(0);
+    made.steps.push_back(0);
     for (const uint32_t leader : settings_.stores[number].leaders) {
       const ShardStatus& shard = made.shards[leader * stores + number];
       made.rows.back() += static_cast<uint64_t>(shard.rows);
+      made.steps.back() += shard.steps;
       made.totals.push_back(shard.total);
     }
   }
@@ -219,7 +223,7 @@ void RankSteps::refuse(Agreed& agreed, std::span<const uint64_t> quotas) const {
     const bool empty = std::ranges::count(totals, uint64_t{0}) == std::ssize(totals);
     const bool wanted = quotas.empty() || quotas[number] != 0;
     if (agreed.refusal != Refusal::none) continue;
-    if (agreed.rows[number] < store.min_rows)
+    if (agreed.rows[number] < store.min_rows || agreed.steps[number] < store.min_steps)
       agreed.refusal = Refusal::few_rows, agreed.store = number;
     else if (empty && wanted)
       agreed.refusal = Refusal::nothing_to_draw, agreed.store = number;

@@ -42,8 +42,9 @@ struct ShardStatus {
   int64_t rows, next_sequence;
   int64_t cursor;  // the last sequence number that a redraw has used
   uint64_t total;  // what draws are below, where they need no more than the totals of all shards
+  uint64_t steps;  // that can be drawn, or fewer that are enough; 0 where no least number of them is asked for
 };
-static_assert(sizeof(ShardStatus) == 32);
+static_assert(sizeof(ShardStatus) == 40);
 
 // A priority given to a row, or to a step of it. Where one was drawn twice the later draw's holds, as on one rank.
 struct PriorityRecord {
@@ -82,6 +83,7 @@ class RankSteps {
     bool by_totals = true;          // draws begin with the shards' totals
     std::vector<uint32_t> leaders;  // of each of its shards
     uint64_t min_rows = 1;          // of all its shards together
+    uint64_t min_steps = 0;         // likewise
   };
   struct Settings {
     uint32_t rank = 0, ranks = 1;
@@ -111,6 +113,7 @@ class RankSteps {
     uint32_t store = 0;                          // few_rows, nothing_to_draw: of which
     bool changed = false;                        // there were updates, which are applied
     std::vector<uint64_t> rows;                  // selectable, of all shards of each store
+    std::vector<uint64_t> steps;                 // likewise, where a least number is asked for
     std::vector<uint64_t> totals;                // of every shard, of one store after the other
     size_t sent_bytes = 0;                       // by this rank, to the others
   };

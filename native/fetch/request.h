@@ -1,9 +1,9 @@
 // Request: which rows of a store are fetched, which steps of them, and where they go.
 //
-// Windows. A window of W steps that ends at step t holds steps max(0, t - W + 1) .. t and nothing later; what is
-// missing is zero, before the steps (pad_left) or after them, and false in the mask. One that is told by its first step
-// t (from_first) holds steps t .. min(t + W, length) - 1 (windows.h). With `within_episodes` it holds of them, where
-// rows hold several episodes, those of step t's; with `whole_episodes` it begins where that episode does.
+// Windows. A window of W steps that is told by step t holds the row's steps among t - (W - 1 - after) .. t + after and
+// nothing later (windows.h). What is missing is zero and false in the mask: before the steps (pad_left), after them, or
+// on both sides, so that step t has the same place in all windows (in_place). With `within_episodes` it holds of them,
+// where rows hold several episodes, those of step t's; with `whole_episodes` it begins where that episode does.
 #pragma once
 
 #include <cstddef>
@@ -15,10 +15,12 @@
 
 namespace geartrain {
 
-// Where one field of the batch goes: contiguous, (rows, window or max_length, step...) or (rows, block...).
+// Where one field of the batch goes: contiguous, (rows, window or max_length, step...) or (rows, block...). With
+// `steps` (rows, of these steps..., step...).
 struct FetchField {
   uint32_t field;
   std::byte* out;
+  const FieldSteps* steps = nullptr;
 };
 
 struct FetchRequest {
@@ -27,8 +29,10 @@ struct FetchRequest {
   std::span<const FetchField> fields;
   uint32_t window = 0;  // steps; 0: whole rows
   bool pad_left = true;
-  std::span<const int32_t> ends;  // last step of each window; empty: the row's last step
+  std::span<const int32_t> ends;  // the step that each window is told by; empty: the row's last step
   bool from_first = false;        // `ends` are first steps; empty: the row's first step
+  uint32_t after = 0;             // steps behind `ends`, unless they are first steps
+  bool in_place = false;
   bool within_episodes = false;
   bool whole_episodes = false;  // from_first and within_episodes
   // Where in the fields' outputs each row goes, in rows; empty: one after the other. `torn` and the other metadata
@@ -46,6 +50,8 @@ struct FetchRequest {
   void windows_of(const WindowPlan& plan, bool left) {
     window = plan.length;
     from_first = plan.from_first;
+    after = plan.after;
+    in_place = plan.in_place;
     pad_left = left;
     whole_episodes = plan.of_episodes();
   }

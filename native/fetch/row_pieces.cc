@@ -80,6 +80,7 @@ void check_pieces(const Store& store, const PieceRequest& request) {
   const size_t n = rows.rows.size(), pieces = n * rows.fields.size();
   for (const FetchField& field : rows.fields) {
     store.check_column(field.field);
+    if (field.steps != nullptr) fail(ErrorKind::schema, "a piece is a whole window");
   }
   for (uint32_t row : rows.rows) {
     if (row >= store.header().capacity) {

@@ -20,7 +20,12 @@ class RowWindows {
   };
 
   RowWindows(const Store& store, const FetchRequest& request)
-      : store_(store), request_(request), steps_(request.window != 0 ? request.window : store.header().max_length) {
+      : store_(store),
+        request_(request),
+        steps_(request.window != 0 ? request.window : store.header().max_length),
+        after_(request.from_first ? steps_ - 1 : std::min(request.after, steps_ - 1)),
+        before_(steps_ - 1 - after_),
+        at_end_(request.window != 0 && request.pad_left && !request.in_place) {
     if (request.within_episodes && request.window != 0) marks_ = store.episode_marks();
   }
 
@@ -33,38 +38,45 @@ class RowWindows {
   // Without marks of episodes.
   Window widest(size_t i, uint32_t length) const {
     if (request_.window == 0 || length == 0) return {0, length, 0};
-    const uint32_t last = length - 1;
-    const auto at = [&](uint32_t otherwise) {
-      return request_.ends.empty() ? otherwise : std::min(last, static_cast<uint32_t>(std::max(0, request_.ends[i])));
-    };
-    const uint32_t start = request_.from_first ? at(0) : 0, end = request_.from_first ? 0 : at(last);
-    const uint32_t count = std::min(steps_, request_.from_first ? length - start : end + 1);
-    return {request_.from_first ? start : end + 1 - count, count, 0};
+    const uint32_t last = length - 1, anchor = anchor_of(i, last), before = std::min(anchor, before_);
+    const uint32_t count = before + 1 + std::min(after_, last - anchor);
+    return {anchor - before, count, request_.in_place ? before_ - before : 0};
   }
 
   Window window_of(size_t i, uint32_t length) const {
     Window window = widest(i, length);
-    if (window.count != 0 && (marks_ || request_.whole_episodes)) {
-      const uint32_t row = request_.rows[i], end = window.start + window.count - 1;
-      if (request_.whole_episodes) {
-        window.start = marks_ ? marks_.begin(row, 0, window.start) : 0;
-        const uint32_t last = window.start + std::min(steps_, length - window.start) - 1;
-        window.count = (marks_ ? marks_.end(row, window.start, last) : last) + 1 - window.start;
-      } else if (request_.from_first) {
-        window.count = marks_.end(row, window.start, end) + 1 - window.start;
-      } else {
-        window.start = marks_.begin(row, window.start, end);
-        window.count = end + 1 - window.start;
-      }
-    }
-    if (request_.window != 0 && request_.pad_left && length != 0) window.at = steps_ - window.count;
+    if (window.count != 0 && (marks_ || request_.whole_episodes)) window = of_episode(i, length, window);
+    if (at_end_ && length != 0) window.at = steps_ - window.count;
     return window;
   }
 
   const Store& store_;
   const FetchRequest& request_;
-  const uint32_t steps_;  // of a row in the batch
+  const uint32_t steps_;           // of a row in the batch
+  const uint32_t after_, before_;  // of these, behind the step that a window is told by, and before it
+  const bool at_end_;              // what is missing is before the steps that are there
   EpisodeMarks marks_;
+
+ private:
+  // The step that a window is told by, of a row whose last one is `last`.
+  uint32_t anchor_of(size_t i, uint32_t last) const {
+    if (request_.ends.empty()) return request_.from_first ? 0 : last;
+    return std::min(last, static_cast<uint32_t>(std::max(0, request_.ends[i])));
+  }
+
+  Window of_episode(size_t i, uint32_t length, Window window) const {
+    const uint32_t row = request_.rows[i], anchor = anchor_of(i, length - 1);
+    uint32_t begin = window.start, end = window.start + window.count - 1;
+    if (request_.whole_episodes) {
+      begin = marks_ ? marks_.begin(row, 0, anchor) : 0;
+      end = begin + std::min(steps_, length - begin) - 1;
+      if (marks_) end = marks_.end(row, begin, end);
+    } else {
+      begin = marks_.begin(row, begin, anchor);
+      end = marks_.end(row, anchor, end);
+    }
+    return {begin, end + 1 - begin, request_.in_place ? window.at + (begin - window.start) : 0};
+  }
 };
 
 }  // namespace geartrain

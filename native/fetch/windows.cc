@@ -11,8 +11,25 @@ void check(const WindowPlan& plan) {
   if (plan.stride == 0 || plan.at > WindowPlan::At::episode) {
     fail(ErrorKind::schema, "windows need a stride of 1 or more");
   }
-  if (plan.of_episodes() && (plan.stride != 1 || plan.whole || !plan.from_first)) {
+  if (plan.of_episodes() && (plan.stride != 1 || plan.whole || !plan.from_first || plan.in_place)) {
     fail(ErrorKind::schema, "windows of episodes begin with them, and are padded");
+  }
+  if (plan.length != 0 && plan.after >= plan.length) {
+    fail(ErrorKind::schema, "a window of ", plan.length, " steps has ", plan.after, " behind one of them");
+  }
+  for (const std::optional<FieldSteps>& field : plan.fields) {
+    if (!field) continue;
+    uint64_t count = field->runs.empty() ? 1 : 0;
+    for (const FieldSteps::Run& run : field->runs) {
+      count += run.count;
+      if (run.count == 0 || uint64_t{run.place} + run.count > plan.length) {
+        fail(ErrorKind::schema, "a field takes ", run.count, " steps at place ", run.place, " of a window of ",
+             plan.length);
+      }
+    }
+    if (count != field->count || (!field->axis && count != 1)) {
+      fail(ErrorKind::schema, "a field takes ", count, " steps, not ", field->count);
+    }
   }
 }
 
@@ -49,7 +66,7 @@ void place_windows(const Population& from, std::span<const uint32_t> rows, const
   if (!from.repeats || needs.after == 0) return place_windows(plan, key, round, numbers, anchors, anchors);
   std::vector<int32_t> counts(n), firsts(n);
   for (size_t i = 0; i < n; ++i) {
-    const uint32_t first = plan.first_anchor(), until = first + plan.count(static_cast<uint32_t>(anchors[i]));
+    const uint32_t first = plan.need_before(), until = first + plan.count(static_cast<uint32_t>(anchors[i]));
     StepRange mine = from.drawn_steps(rows[i], needs);
     mine = {std::max(mine.first, first), std::min(mine.until, until)};
     if (mine.size() == 0) mine = {first, until};

@@ -145,15 +145,15 @@ class AskedBatch {
 class Sampler {
  public:
   Sampler(Store& store, const std::vector<uint32_t>& fields, const BatchSampler::Settings& settings)
-      : store_(store), fields_(fields), window_(settings.window.length), sampler_(store, settings) {
+      : store_(store), fields_(fields), window_(settings.window), sampler_(store, settings) {
     const TransitionView* view = sampler_.view();
     if (view != nullptr) view->check(store, fields);
     for (size_t i = 0; i < fields.size(); ++i) {
       store.check_column(fields[i]);
       row_bytes_.push_back(view != nullptr ? view->row_bytes(store.fields()[fields[i]], view->roles[i])
-                                           : fetched_row_bytes(store, fields[i], window_));
+                                           : fetched_row_bytes(store, fields[i], window_.length, window_.steps_of(i)));
     }
-    steps_ = view != nullptr ? view->frame_stack : window_ != 0 ? window_ : store.header().max_length;
+    steps_ = view != nullptr ? view->frame_stack : window_.length != 0 ? window_.length : store.header().max_length;
   }
 
   // The n rows of a step, as (batch, cursor, rows redrawn, rows drawn from), or None where rows or the rate limiter
@@ -264,7 +264,7 @@ class Sampler {
   // Rows [first, first + n) of a batch, by this store's field numbers: the stores of a mixture may number the same
   // fields differently.
   BatchArrays part_of(const SampledBatch& batch, size_t first, size_t n) const {
-    if (!batch.layout().fits(window_, steps_, row_bytes_, sampler_.view())) {
+    if (!batch.layout().fits(window_.length, steps_, row_bytes_, sampler_.view())) {
       fail(ErrorKind::schema, "the batch was made for other fields, windows or transitions");
     }
     batch.check_part(first, n);
@@ -273,14 +273,14 @@ class Sampler {
     for (size_t i = 0; i < arrays.fields.size(); ++i) arrays.fields[i].field = fields_[i];
     for (size_t i = 0; i < arrays.transitions.size(); ++i) arrays.transitions[i].field = fields_[i];
     if (first == 0 && n == batch.size()) return arrays;
-    return entered(store_, [&] { return arrays.part(store_, window_, sampler_.view(), first, n); });
+    return entered(store_, [&] { return arrays.part(store_, window_.length, sampler_.view(), first, n); });
   }
 
   Store& store_;
   std::vector<uint32_t> fields_;
   std::vector<uint64_t> row_bytes_;
   size_t steps_ = 0;
-  uint32_t window_;
+  WindowPlan window_;
   BatchSampler sampler_;
   std::shared_ptr<const BatchLayout> layout_;  // of the batches that were asked for last
 };
@@ -340,12 +340,13 @@ void bind_batch(nb::module_& module) {
       .def(
           "__init__",
           [](SampledBatch* self, const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
-             bool shards, const TransitionView* view, bool mask) {
+             bool shards, const TransitionView* view, bool mask, const std::optional<WindowTuple>& windows) {
             store.check_open();
-            new (self) SampledBatch(std::make_shared<BatchLayout>(store, n, fields, window, shards, view, mask));
+            const WindowPlan plan = window_plan(window, windows);
+            new (self) SampledBatch(std::make_shared<BatchLayout>(store, n, fields, plan, shards, view, mask));
           },
           nb::arg("store"), nb::arg("n"), nb::arg("fields"), nb::arg("window"), nb::arg("shards"),
-          nb::arg("transitions").none() = nb::none(), nb::arg("mask") = true)
+          nb::arg("transitions").none() = nb::none(), nb::arg("mask") = true, nb::arg("windows").none() = nb::none())
       .def("__len__", &SampledBatch::size)
       .def("placed_in", &SampledBatch::placed_in, nb::arg("memory"))
       .def("places",
@@ -381,8 +382,8 @@ void bind_batch(nb::module_& module) {
           "__init__",
           [](Sampler* self, Store& store, const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
              unsigned threads, uint64_t seed, bool by_priority, bool replacement, bool stratified,
-             std::optional<int> order, bool cursor, uint64_t min_rows, bool over_steps, const TransitionView* view,
-             const std::optional<WindowTuple>& windows, size_t atom) {
+             std::optional<int> order, bool cursor, uint64_t min_rows, uint64_t min_steps, bool over_steps,
+             const TransitionView* view, const std::optional<WindowTuple>& windows, size_t atom) {
             BatchSampler::Settings settings{.window = window_plan(window, windows),
                                             .pad_left = pad_left,
                                             .threads = threads,
@@ -394,7 +395,8 @@ void bind_batch(nb::module_& module) {
                                             .transitions = {},
                                             .cursor = cursor,
                                             .atom = atom,
-                                            .min_rows = min_rows};
+                                            .min_rows = min_rows,
+                                            .min_steps = min_steps};
             if (view != nullptr) settings.transitions = *view;
             if (order) {
               settings.form = BatchSampler::Form::ordered;
@@ -404,8 +406,9 @@ void bind_batch(nb::module_& module) {
           },
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("fields"), nb::arg("window"), nb::arg("pad_left"),
           nb::arg("threads"), nb::arg("seed"), nb::arg("by_priority"), nb::arg("replacement"), nb::arg("stratified"),
-          nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"), nb::arg("over_steps") = false,
-          nb::arg("transitions").none() = nb::none(), nb::arg("windows").none() = nb::none(), nb::arg("atom") = 1)
+          nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"), nb::arg("min_steps"),
+          nb::arg("over_steps") = false, nb::arg("transitions").none() = nb::none(),
+          nb::arg("windows").none() = nb::none(), nb::arg("atom") = 1)
       .def("sample", &Sampler::sample, nb::arg("n"), nb::arg("step"), nb::arg("limits").none(), nb::arg("cursor"),
            nb::arg("admitted"), nb::arg("beta").none(), nb::arg("rows").none(), nb::arg("anchors").none(),
            nb::arg("into").none() = nb::none(), nb::arg("first") = 0)

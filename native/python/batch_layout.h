@@ -28,13 +28,13 @@ class BatchLayout {
     int64_t row_elements = 0;  // from one row to the next; 0: rows lie one after the other
   };
 
-  BatchLayout(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window, bool shards,
+  BatchLayout(const Store& store, size_t n, const std::vector<uint32_t>& fields, const WindowPlan& window, bool shards,
               const TransitionView* view, bool mask = true)
       : n_(n),
         window_(window),
-        steps_(view != nullptr ? view->frame_stack
-               : window != 0   ? window
-                               : store.header().max_length) {
+        steps_(view != nullptr      ? view->frame_stack
+               : window.length != 0 ? window.length
+                                    : store.header().max_length) {
     if (n == 0) fail(ErrorKind::schema, "a batch has at least one row");
     for (uint32_t field : fields) {
       store.check_column(field);
@@ -68,8 +68,8 @@ class BatchLayout {
   const std::vector<Field>& fields() const { return fields_; }
   // Whether rows of a sampler with these have a place in such a batch.
   bool fits(uint32_t window, size_t steps, const std::vector<uint64_t>& row_bytes, const TransitionView* view) const {
-    return window_ == window && steps_ == steps && row_bytes_ == row_bytes && view_.has_value() == (view != nullptr) &&
-           (view == nullptr || *view_ == *view);
+    return window_.length == window && steps_ == steps && row_bytes_ == row_bytes &&
+           view_.has_value() == (view != nullptr) && (view == nullptr || *view_ == *view);
   }
 
   // A batch's arrays in its buffer.
@@ -80,7 +80,7 @@ class BatchLayout {
       if (view_) {
         made.transitions.push_back({target.field, to, target.next == kNowhere ? nullptr : base + target.next});
       } else {
-        made.fields.push_back({target.field, to});
+        made.fields.push_back({target.field, to, window_.steps_of(made.fields.size())});
       }
     }
     put(made.discount, base, discount_);
@@ -135,11 +135,11 @@ class BatchLayout {
   }
 
   void add_fields(const Store& store, const std::vector<uint32_t>& fields) {
-    for (const uint32_t field : fields) {
-      const FieldRecord& record = store.fields()[field];
-      std::vector<size_t> shape = batch_shape(record, n_, window_);
+    for (size_t i = 0; i < fields.size(); ++i) {
+      const FieldRecord& record = store.fields()[fields[i]];
+      std::vector<size_t> shape = batch_shape(record, n_, window_.length, window_.steps_of(i));
       const size_t bytes = bytes_of(shape, record.itemsize);
-      Target target{field};
+      Target target{fields[i]};
       target.out = take(bytes);
       targets_.push_back(target);
       fields_.push_back({target.out, std::move(shape), array_dtype(record.dtype, record.itemsize)});
@@ -200,7 +200,7 @@ class BatchLayout {
   }
 
   size_t n_;
-  uint32_t window_;
+  WindowPlan window_;
   size_t steps_;
   size_t mask_steps_ = 0;
   std::optional<TransitionView> view_;

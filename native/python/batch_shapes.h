@@ -9,10 +9,18 @@
 
 namespace geartrain {
 
-inline std::vector<size_t> batch_shape(const FieldRecord& field, size_t rows, uint32_t window) {
+// Of a field with windows of so many steps (0: whole rows), all of them or some.
+inline std::vector<size_t> batch_shape(const FieldRecord& field, size_t rows, uint32_t window,
+                                       const FieldSteps* steps) {
   std::vector<size_t> shape{rows};
   shape.insert(shape.end(), field.shape, field.shape + field.ndim);
-  if (field.timed != 0 && window != 0) shape[1] = window;
+  if (field.timed == 0) return shape;
+  if (steps != nullptr) {
+    shape[1] = steps->count;
+    if (!steps->axis) shape.erase(shape.begin() + 1);
+  } else if (window != 0) {
+    shape[1] = window;
+  }
   return shape;
 }
 

@@ -44,6 +44,8 @@ const char* error_class(ErrorKind kind) {
       return "CorruptStoreError";
     case ErrorKind::untrusted_store:
       return "UntrustedStoreError";
+    case ErrorKind::io:
+      return "StoreIOError";
     case ErrorKind::os:
       return "GeartrainError";
     case ErrorKind::argument:

@@ -5,6 +5,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -16,19 +17,22 @@
 #include "fetch/row_pieces.h"
 #include "python/batch_shapes.h"
 #include "python/bind.h"
+#include "python/window_plan.h"
 
 namespace geartrain {
 namespace {
 
 // Uninitialised pooled arrays for the fields of a batch.
-nb::list empty_batch(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window) {
+nb::list empty_batch(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
+                     const std::optional<WindowTuple>& windows) {
   store.check_open();
+  const WindowPlan plan = window_plan(window, windows);
   std::vector<std::vector<size_t>> shapes;
   size_t bytes = 0;
-  for (uint32_t field : fields) {
-    store.check_column(field);
-    shapes.push_back(batch_shape(store.fields()[field], n, window));
-    bytes += PooledMemory::padded(bytes_of(shapes.back(), store.fields()[field].itemsize));
+  for (size_t i = 0; i < fields.size(); ++i) {
+    store.check_column(fields[i]);
+    shapes.push_back(batch_shape(store.fields()[fields[i]], n, window, plan.steps_of(i)));
+    bytes += PooledMemory::padded(bytes_of(shapes.back(), store.fields()[fields[i]].itemsize));
   }
   PooledMemory memory(bytes);
   nb::list arrays;
@@ -64,8 +68,9 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
                      const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
                      const std::optional<In<int32_t>>& ends, unsigned threads,
                      const std::optional<std::vector<AnyArray>>& out, const std::optional<In<uint32_t>>& places,
-                     bool from_first, bool within_episodes, bool whole_episodes) {
+                     bool within_episodes, const std::optional<WindowTuple>& windows) {
   store.check_open();
+  const WindowPlan plan = window_plan(window, windows);
   const size_t n = rows.size();
   // Rows that the outputs have room for: those requested, or as many as `places` reaches.
   size_t room = n;
@@ -76,10 +81,10 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
   const size_t steps = window != 0 ? window : store.header().max_length;
   std::vector<std::vector<size_t>> shapes;
   size_t bytes = 0;
-  for (uint32_t field : fields) {
-    store.check_column(field);
-    const FieldRecord& record = store.fields()[field];
-    shapes.push_back(batch_shape(record, n, window));
+  for (size_t i = 0; i < fields.size(); ++i) {
+    store.check_column(fields[i]);
+    const FieldRecord& record = store.fields()[fields[i]];
+    shapes.push_back(batch_shape(record, n, window, plan.steps_of(i)));
     if (!out) bytes += PooledMemory::padded(bytes_of(shapes.back(), record.itemsize));
   }
   if (out && out->size() != fields.size()) {
@@ -96,15 +101,16 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
     const size_t size = bytes_of(shapes[i], record.itemsize);
     if (out) {
       const AnyArray& given = (*out)[i];
-      const size_t needed = places ? bytes_of(batch_shape(record, room, window), record.itemsize) : size;
+      const size_t needed =
+          places ? bytes_of(batch_shape(record, room, window, plan.steps_of(i)), record.itemsize) : size;
       if ((places ? given.nbytes() < needed : given.nbytes() != needed) || given.itemsize() != record.itemsize) {
         fail(ErrorKind::schema, "the output array of field '", record.name, "' has ", given.nbytes(),
              " bytes, the batch needs ", needed);
       }
-      targets.push_back({fields[i], static_cast<std::byte*>(given.data())});
+      targets.push_back({fields[i], static_cast<std::byte*>(given.data()), plan.steps_of(i)});
     } else {
       std::byte* at = memory.take(size);
-      targets.push_back({fields[i], at});
+      targets.push_back({fields[i], at, plan.steps_of(i)});
       arrays.append(memory.array(at, shapes[i], array_dtype(record.dtype, record.itemsize)));
     }
   }
@@ -119,12 +125,9 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
   request.rows = own_rows;
   request.generations = view(generations);
   request.fields = targets;
-  request.window = window;
-  request.pad_left = pad_left;
+  request.windows_of(plan, pad_left);
   request.ends = view(ends);
-  request.from_first = from_first;
   request.within_episodes = within_episodes;
-  request.whole_episodes = whole_episodes && from_first && within_episodes && window != 0;
   if (places) request.places = view(*places);
   request.threads = threads;
   request.versions = part(n, static_cast<int64_t*>(nullptr));
@@ -222,13 +225,14 @@ nb::dict pool_dict() {
 void bind_fetch(nb::module_& module) {
   module.def("fetch", &fetch_rows, nb::arg("store"), nb::arg("rows"), nb::arg("generations"), nb::arg("fields"),
              nb::arg("window"), nb::arg("pad_left"), nb::arg("ends").none(), nb::arg("threads"), nb::arg("out").none(),
-             nb::arg("places").none() = nb::none(), nb::arg("from_first") = false, nb::arg("within_episodes") = false,
-             nb::arg("whole_episodes") = false);
+             nb::arg("places").none() = nb::none(), nb::arg("within_episodes") = false,
+             nb::arg("windows").none() = nb::none());
   module.def("row_pieces", &row_pieces, nb::arg("store"), nb::arg("rows"), nb::arg("generations"), nb::arg("fields"),
              nb::arg("offsets"), nb::arg("window"), nb::arg("pad_left"), nb::arg("ends").none(),
              nb::arg("places").none());
   module.def("changed_rows", &changed_rows);
-  module.def("empty_batch", &empty_batch);
+  module.def("empty_batch", &empty_batch, nb::arg("store"), nb::arg("n"), nb::arg("fields"), nb::arg("window"),
+             nb::arg("windows").none() = nb::none());
   module.def("pooled_bytes", &pooled_bytes);
   module.def("pool_counts", &pool_dict);
 }

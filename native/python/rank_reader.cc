@@ -66,8 +66,8 @@ struct RowsOfPeer {
 // rows, generations, draws (none), shards, steps (none), priorities
 using GivenTuple = std::tuple<In<uint32_t>, In<uint32_t>, std::optional<In<int64_t>>, In<int64_t>,
                               std::optional<In<uint32_t>>, In<double>>;
-// store, by priority, whether draws begin with totals, the leaders of its shards, least rows
-using StoreViewTuple = std::tuple<nb::object, bool, bool, std::vector<uint32_t>, uint64_t>;
+// store, by priority, whether draws begin with totals, the leaders of its shards, least rows, least steps
+using StoreViewTuple = std::tuple<nb::object, bool, bool, std::vector<uint32_t>, uint64_t, uint64_t>;
 // cursor, total of a copy (none), offer (none) of a rank that leads a shard, bytes of an offer
 using ToldTuple = std::tuple<uint64_t, std::optional<uint64_t>, std::optional<In<uint8_t>>, size_t>;
 
@@ -317,6 +317,7 @@ nb::dict wire_records() {
                                                   {"length", "<i4", offsetof(RowHeader, length)},
                                                   {"start", "<i4", offsetof(RowHeader, start)},
                                                   {"steps", "<i4", offsetof(RowHeader, steps)},
+                                                  {"anchor", "<i4", offsetof(RowHeader, anchor)},
                                                   {"version", "<i8", offsetof(RowHeader, version)},
                                                   {"probability", "<f8", offsetof(RowHeader, probability)}});
   made["rank_status"] = record(sizeof(RankStatus), {{"fingerprint", "<i8", offsetof(RankStatus, fingerprint)},
@@ -325,7 +326,8 @@ nb::dict wire_records() {
   made["shard_status"] = record(sizeof(ShardStatus), {{"rows", "<i8", offsetof(ShardStatus, rows)},
                                                       {"next_sequence", "<i8", offsetof(ShardStatus, next_sequence)},
                                                       {"cursor", "<i8", offsetof(ShardStatus, cursor)},
-                                                      {"total", "<u8", offsetof(ShardStatus, total)}});
+                                                      {"total", "<u8", offsetof(ShardStatus, total)},
+                                                      {"steps", "<u8", offsetof(ShardStatus, steps)}});
   return made;
 }
 
@@ -607,9 +609,9 @@ void bind_rank_reader(nb::module_& module) {
              const std::vector<StoreViewTuple>& stores, bool with_lowest) {
             RankSteps::Settings settings{rank, ranks, fingerprint, {}, with_lowest};
             std::vector<nb::object> held;
-            for (const auto& [store, by_priority, by_totals, leaders, min_rows] : stores) {
-              settings.stores.push_back(
-                  {&nb::cast<Store&>(store), by_priority ? By::priority : By::row, by_totals, leaders, min_rows});
+            for (const auto& [store, by_priority, by_totals, leaders, min_rows, min_steps] : stores) {
+              settings.stores.push_back({&nb::cast<Store&>(store), by_priority ? By::priority : By::row, by_totals,
+                                         leaders, min_rows, min_steps});
               held.push_back(store);
             }
             new (self) BoundRankSteps(std::move(settings), std::move(held));
@@ -650,6 +652,7 @@ void bind_rank_reader(nb::module_& module) {
       .def_prop_ro("changed", [](const RankRead& r) { return r.agreed.changed; })
       // selectable, of each store; and of which there are too few
       .def_prop_ro("rows", [](const RankRead& r) { return r.agreed.rows; })
+      .def_prop_ro("steps", [](const RankRead& r) { return r.agreed.steps; })
       .def_prop_ro("refused_store", [](const RankRead& r) { return r.agreed.store; })
       .def_prop_ro("selection_bytes", [](const RankRead& r) { return r.agreed.sent_bytes; })
       .def_ro("agreed_s", &RankRead::agreed_s)

@@ -18,20 +18,16 @@ namespace {
 // Of some fields and whole rows or windows of a store, which outlives it.
 class RowFetcher {
  public:
-  RowFetcher(const Store& store, std::vector<uint32_t> fields, uint32_t window, bool pad_left, unsigned threads,
-             bool from_first)
-      : store_(store),
-        fields_(std::move(fields)),
-        window_(window),
-        pad_left_(pad_left),
-        threads_(threads),
-        from_first_(from_first) {}
+  RowFetcher(const Store& store, std::vector<uint32_t> fields, uint32_t window, bool pad_left, unsigned threads)
+      : store_(store), fields_(std::move(fields)), window_(window), pad_left_(pad_left), threads_(threads) {}
 
   // Returns (batch, rows that are not those of the keys any more); the batch has no draws.
   nb::tuple fetch(const In<uint32_t>& rows, const In<uint32_t>& generations) {
     if (layout_ == nullptr || layout_->size() != rows.size()) {
-      layout_ = entered(
-          store_, [&] { return std::make_shared<BatchLayout>(store_, rows.size(), fields_, window_, false, nullptr); });
+      layout_ = entered(store_, [&] {
+        return std::make_shared<BatchLayout>(store_, rows.size(), fields_, WindowPlan{.length = window_}, false,
+                                             nullptr);
+      });
     }
     SampledBatch batch(layout_);
     const BatchArrays& arrays = batch.arrays();
@@ -43,7 +39,6 @@ class RowFetcher {
     request.fields = arrays.fields;
     request.window = window_;
     request.pad_left = pad_left_;
-    request.from_first = from_first_;
     request.within_episodes = true;
     request.threads = threads_;
     request.versions = arrays.versions;
@@ -61,7 +56,6 @@ class RowFetcher {
   const uint32_t window_;
   const bool pad_left_;
   const unsigned threads_;
-  const bool from_first_;
   std::shared_ptr<const BatchLayout> layout_;  // of the batch that was asked for last
 };
 
@@ -69,9 +63,8 @@ class RowFetcher {
 
 void bind_row_fetcher(nb::module_& module) {
   nb::class_<RowFetcher>(module, "RowFetcher")
-      .def(nb::init<const Store&, std::vector<uint32_t>, uint32_t, bool, unsigned, bool>(), nb::arg("store"),
-           nb::arg("fields"), nb::arg("window"), nb::arg("pad_left"), nb::arg("threads"), nb::arg("from_first"),
-           nb::keep_alive<1, 2>())
+      .def(nb::init<const Store&, std::vector<uint32_t>, uint32_t, bool, unsigned>(), nb::arg("store"),
+           nb::arg("fields"), nb::arg("window"), nb::arg("pad_left"), nb::arg("threads"), nb::keep_alive<1, 2>())
       .def("fetch", &RowFetcher::fetch, nb::arg("rows"), nb::arg("generations"));
 }
 

@@ -369,6 +369,18 @@ nb::object sequences_of(const Candidates& from, const In<uint32_t>& rows) {
   return to_numpy(std::move(sequences));
 }
 
+// When some rows were committed, in ns of the wall clock.
+nb::object inserted_at_of(const Candidates& from, const In<uint32_t>& rows) {
+  from.check_open();
+  check_known(from, view(rows));
+  if (from.is_array()) fail(ErrorKind::schema, "rows of bare arrays have no time of a commit");
+  std::vector<uint64_t> times(rows.size());
+  for (size_t i = 0; i < times.size(); ++i) {
+    times[i] = from.population().status[rows.data()[i]].inserted_at_ns.load(std::memory_order_relaxed);
+  }
+  return to_numpy(std::move(times));
+}
+
 nb::object window_ends(uint64_t seed, uint64_t step, uint32_t round, const In<uint32_t>& numbers,
                        const In<int32_t>& lengths) {
   if (numbers.size() != lengths.size()) fail(ErrorKind::schema, "as many lengths as draws are needed");
@@ -426,6 +438,7 @@ void bind_selection(nb::module_& module) {
            nb::arg("stride") = 1, nb::arg("episodes") = false, nb::arg("needs") = NeedsTuple{})
       .def("priorities", &priorities_of)
       .def("sequences", &sequences_of)
+      .def("inserted_at", &inserted_at_of)
       .def("draw", &draw_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
            nb::arg("numbers"), nb::arg("strata") = 0, nb::arg("limits").none() = nb::none())
       .def("draw_steps", &draw_steps, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),

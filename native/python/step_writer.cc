@@ -65,7 +65,7 @@ class Recorder {
     nb::object problem;
     if (!columns(values_, values, false, &given, &problem) ||
         !columns(observations_, observation, true, &seen, &problem) ||
-        (!final.is_none() && !columns(observations_, final, true, &ends, &problem, "final_observation")) ||
+        (!final.is_none() && !columns(observations_, final, true, &ends, &problem, "final_obs")) ||
         !flags(terminated, &input.terminated, "terminated", &problem) ||
         !flags(truncated, &input.truncated, "truncated", &problem) ||
         (!mask.is_none() && !flags(mask, &input.mask, "mask", &problem))) {
@@ -122,6 +122,16 @@ class Recorder {
     return answer([&] { return writer_->cut(chosen, admitted, &completed_); });
   }
 
+  // The rows that hold other episodes as well, and stay.
+  nb::object discard(uint32_t environment) {
+    const Use use(*this);
+    check_environment(environment);
+    return answer([&] {
+      writer_->discard(environment, &completed_);
+      return size_t{0};
+    });
+  }
+
   void abandon() {
     if (writer_->is_foreign()) return;  // its rows are the parent's
     const Use use(*this);
@@ -139,7 +149,7 @@ class Recorder {
     writer_->set_priority(priority);
   }
   bool in_episode(uint32_t environment) const {
-    if (environment >= n_) fail(ErrorKind::schema, "there are ", n_, " environments, none has number ", environment);
+    check_environment(environment);
     return writer_->in_episode(environment);
   }
 
@@ -168,6 +178,10 @@ class Recorder {
    private:
     Recorder& recorder_;
   };
+
+  void check_environment(uint32_t environment) const {
+    if (environment >= n_) fail(ErrorKind::schema, "there are ", n_, " environments, none has number ", environment);
+  }
 
   static nb::object interned(nb::handle name) {
     Py_INCREF(name.ptr());
@@ -282,19 +296,20 @@ class Recorder {
     return false;
   }
 
+  // Rows, generations and environments of the rows that a call names; how many rows or steps have to be admitted first.
   template <typename Call>
   nb::object answer(Call&& call) {
-    completed_.rows.clear();
-    completed_.generations.clear();
+    completed_ = {};
     const size_t to_admit = released(store_, [&]() -> size_t { return call(); });
     if (to_admit != 0) return nb::int_(to_admit);
     const size_t n = completed_.rows.size();
     if (n == 0) return nb::none();
-    nb::object keys = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(8 * n)));
+    nb::object keys = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(12 * n)));
     if (!keys.is_valid()) throw nb::python_error();
     auto* out = reinterpret_cast<uint32_t*>(PyBytes_AS_STRING(keys.ptr()));
     std::copy(completed_.rows.begin(), completed_.rows.end(), out);
     std::copy(completed_.generations.begin(), completed_.generations.end(), out + n);
+    std::copy(completed_.environments.begin(), completed_.environments.end(), out + 2 * n);
     return keys;
   }
 
@@ -326,6 +341,7 @@ void bind_step_writer(nb::module_& module) {
            nb::arg("admitted"))
       .def("differing", &Recorder::differing, nb::arg("values"))
       .def("cut", &Recorder::cut, nb::arg("mask").none(), nb::arg("admitted"))
+      .def("discard", &Recorder::discard)
       .def("abandon", &Recorder::abandon)
       .def("in_episode", &Recorder::in_episode)
       .def_prop_rw("priority", &Recorder::priority, &Recorder::set_priority, nb::for_setter(nb::arg("priority").none()))

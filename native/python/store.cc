@@ -287,8 +287,10 @@ int lock_holder(const Store& store) {
   return store.control().mutex.__data.__owner;  // glibc's
 }
 
-void limit(Store& store, bool enabled, double samples_per_insert, uint64_t min_size, double error_buffer, bool afresh) {
-  entered(store, [&] { store.set_limiter({enabled, samples_per_insert, min_size, error_buffer}, afresh); });
+void limit(Store& store, bool enabled, double samples_per_insert, uint64_t min_size, double error_buffer, bool afresh,
+           bool steps) {
+  const uint32_t unit = steps ? RateLimiter::kSteps : RateLimiter::kRows;
+  entered(store, [&] { store.set_limiter({enabled, samples_per_insert, min_size, error_buffer, unit}, afresh); });
 }
 
 nb::dict limiter(const Store& store) {
@@ -296,6 +298,7 @@ nb::dict limiter(const Store& store) {
   const RateLimiter& found = store.control().limiter;
   nb::dict out;
   out["enabled"] = found.enabled.load() != 0;
+  out["unit"] = found.unit.load() == RateLimiter::kSteps ? "steps" : "rows";
   out["samples_per_insert"] = found.samples_per_insert.load();
   out["min_size_to_sample"] = found.min_size.load();
   out["error_buffer"] = found.error_buffer.load();
@@ -358,6 +361,14 @@ void bind_store(nb::module_& module) {
       .def("closed_in_order", [](const Store& s) { return released(s, [&] { return s.closed_in_order(); }); })
       .def("clients", &clients)
       .def("lock_holder", &lock_holder)
+      .def("step_count", [](const Store& s) { return released(s, [&] { return s.step_count(); }); })
+      .def("step_count_up_to",
+           [](const Store& s, uint64_t enough) { return released(s, [&] { return s.step_count_up_to(enough); }); })
+      .def("counted_steps",
+           [](const Store& s, uint32_t row, uint32_t length) {
+             return entered(s, [&] { return row < s.header().capacity ? s.counted_steps(row, length) : 0; });
+           })
+      .def_prop_ro("limited_by_steps", [](const Store& s) { return entered(s, [&] { return s.limited_by_steps(); }); })
       .def("committed_count", [](const Store& s) { return entered(s, [&] { return s.committed_count(); }); })
       .def("total_priority",
            [](Store& s) {

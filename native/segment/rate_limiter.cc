@@ -39,6 +39,7 @@ void set_limiter(RateLimiter& limiter, const RateLimiterSettings& settings, bool
   limiter.samples_per_insert.store(settings.samples_per_insert);
   limiter.error_buffer.store(settings.error_buffer);
   limiter.min_size.store(settings.min_size);
+  limiter.unit.store(settings.unit);
   if (afresh) {
     limiter.inserts.store(0);
     limiter.samples.store(0);
@@ -65,14 +66,13 @@ bool admit_inserts(RateLimiter& limiter, uint64_t n, double timeout_s, const Sto
   return admitted;
 }
 
-bool admit_samples(RateLimiter& limiter, uint64_t n, const std::atomic<uint64_t>& selectable, double timeout_s,
-                   const Stopped& stopped) {
+bool admit_samples(RateLimiter& limiter, uint64_t n, const Enough& enough, double timeout_s, const Stopped& stopped) {
   if (limiter.enabled.load(std::memory_order_relaxed) == 0) return true;
   const bool admitted = wait_until(limiter, limiter.sample_wait_ns, timeout_s, stopped, [&] {
     uint64_t samples = limiter.samples.load();
     for (;;) {
       const bool on = limiter.enabled.load() != 0;
-      const bool may = !on || (selectable.load() >= limiter.min_size.load() &&
+      const bool may = !on || (enough(limiter.min_size.load()) &&
                                (limiter.samples_per_insert.load() <= 0 ||
                                 lead(limiter, static_cast<double>(limiter.inserts.load()),
                                      static_cast<double>(samples + n)) >= -limiter.error_buffer.load()));

@@ -29,7 +29,7 @@ void for_each_row(const Population& from, const Limits& limits, Visit visit) {
 }  // namespace
 
 void fail_empty(const DrawPlan& plan) {
-  if (const uint32_t more_than = std::max(plan.need, plan.skip); more_than != 0) {
+  if (const uint32_t more_than = plan.need + plan.skip; more_than != 0) {
     fail(ErrorKind::empty, "no selectable row that the limits allow has more than ", more_than, " step",
          more_than == 1 ? "" : "s", plan.by == By::priority ? ", with priorities above zero" : "");
   }

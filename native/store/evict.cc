@@ -14,7 +14,8 @@
 
 namespace geartrain {
 
-uint64_t Store::remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations) {
+uint64_t Store::remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                       std::span<uint8_t> removed) {
   ensure_client();
   check_rows(rows);
   uint64_t stale = 0;
@@ -24,8 +25,10 @@ uint64_t Store::remove(std::span<const uint32_t> rows, std::span<const uint32_t>
     for (size_t i = 0; i < rows.size(); ++i) {
       if (tasks_ != nullptr && tasks_->drop_locked(rows[i], generations[i])) continue;
       const uint64_t word = words()[rows[i]].load(kRelaxed);
-      if (generation_of(word) != generations[i] || status()[rows[i]].state != RowState::committed ||
-          !is_committed(word)) {
+      const bool gone = generation_of(word) != generations[i] || status()[rows[i]].state != RowState::committed ||
+                        !is_committed(word);
+      if (!removed.empty()) removed[i] = !gone;
+      if (gone) {
         ++stale;
         continue;
       }

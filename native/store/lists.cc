@@ -161,7 +161,7 @@ void Store::hold(std::span<const uint32_t> rows, uint32_t slot) {
     s.mark = 0;
     s.owner = static_cast<uint16_t>(slot);
     std::atomic_signal_fence(std::memory_order_release);  // as above
-    s.state = RowState::writing;
+    std::atomic_ref(s.state).store(RowState::writing, kRelaxed);
     s.previous = previous;
     s.next = i + 1 < rows.size() ? rows[i + 1] : mine.held;
     previous = rows[i];

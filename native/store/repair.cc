@@ -197,7 +197,7 @@ void Store::rebuild_locked(Steps steps) {
           count_episodes(row);
           end_repeats(row);
         }
-        s.state = RowState::committed;
+        std::atomic_ref(s.state).store(RowState::committed, kRelaxed);
         committed.emplace_back(s.sequence, row);
       }
       bit_tree_.leaves()[row / 64].fetch_or(uint64_t{1} << (row % 64), kRelaxed);

@@ -1,6 +1,8 @@
-// Rows that hold several episodes, and rows that repeat steps of the row before: the fields that tell so.
+// Rows that hold several episodes, and rows that repeat steps of the row before: the fields that tell so. How many
+// steps can be drawn.
 
 #include <algorithm>
+#include <bit>
 #include <charconv>
 #include <string_view>
 
@@ -69,6 +71,56 @@ RowRepeats Store::row_repeats() const {
   if (repeats_field_ < 0) return {};
   const auto field = static_cast<uint32_t>(repeats_field_);
   return {block(field, 0), fields()[field].stride};
+}
+
+void Store::find_last_field() {
+  const FieldRecord* const last = field_called(*this, "last");
+  const bool marks = last != nullptr && last->timed != 0 && last->dtype == kBool && last->ndim == 1;
+  last_field_ = marks ? last : nullptr;
+}
+
+uint32_t Store::counted_steps(uint32_t row, uint32_t length) const {
+  const uint32_t steps = std::min(length, header().max_length);
+  StepRange range{0, steps};
+  if (repeats_field_ >= 0) range = RowRepeats::drawn(row_repeats().of(row), steps, {0, 1});
+  if (last_field_ == nullptr || range.size() == 0) return range.size();
+  const EpisodeMarks marks{block(static_cast<uint32_t>(last_field_ - fields()), 0), last_field_->stride,
+                           header().max_length};
+  if (episodes_field_ < 0) return range.size() - (range.until == steps && marks.any(row, steps - 1, 1));
+  return static_cast<uint32_t>(marks.unmarked(row, range.until, 1) - marks.unmarked(row, range.first, 1));
+}
+
+uint64_t Store::step_count() const {
+  const Counters& counters = control().counters;
+  uint64_t removed = 0;  // before the rows are looked at
+  for (const auto* const each :
+       {&counters.evicted, &counters.expired, &counters.exhausted, &counters.deleted, &counters.reclaimed}) {
+    removed += each->load();
+  }
+  uint64_t count = 0;
+  const uint64_t capacity = header().capacity;
+  for (uint64_t at = 0; at * 64 < capacity; ++at) {
+    for (uint64_t bits = bit_tree_.leaves()[at].load(kRelaxed); bits != 0; bits &= bits - 1) {
+      const uint64_t row = at * 64 + static_cast<uint64_t>(std::countr_zero(bits));
+      if (row >= capacity) break;
+      const uint32_t length = status()[row].length.load(std::memory_order_acquire);
+      count += counted_steps(static_cast<uint32_t>(row), length);
+    }
+  }
+  steps_and_removed_.store(count + removed * header().max_length, kRelaxed);
+  return count;
+}
+
+uint64_t Store::step_count_up_to(uint64_t enough) const {
+  const Counters& counters = control().counters;
+  const uint64_t known = steps_and_removed_.load(kRelaxed);
+  uint64_t removed = 0;
+  for (const auto* const each :
+       {&counters.evicted, &counters.expired, &counters.exhausted, &counters.deleted, &counters.reclaimed}) {
+    removed += each->load();
+  }
+  const uint64_t lost = removed * header().max_length;
+  return known >= lost && known - lost >= enough ? known - lost : step_count();
 }
 
 void Store::set_episodes(uint32_t row, uint32_t episodes) {

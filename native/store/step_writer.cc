@@ -102,6 +102,8 @@ StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
     fail(ErrorKind::schema, "rows that repeat steps need a field of how many, three int32 a row");
   }
   environments_.resize(options.environments);
+  parts_.resize(options.environments);
+  after_end_.assign(options.environments, 0);
   reset_next_.assign(options.environments, 0);
 }
 
@@ -205,22 +207,26 @@ void StepWriter::end_episode(uint32_t environment, uint32_t last) {
 void StepWriter::go_on_in_rows() {
   for (const uint32_t e : joined_) {
     Environment& mine = environments_[e];
-    mine.steps = mine.first = mine.published;
+    mine.steps = mine.first = mine.counted = mine.published;
     mine.between = true;
   }
 }
 
 // Its first observation, in the row that is there or in a fresh one.
-void StepWriter::begin_episode(uint32_t environment, std::span<const StepColumn> observations, int64_t version) {
+void StepWriter::begin_episode(uint32_t environment, std::span<const StepColumn> observations, int64_t version,
+                               bool after_end) {
   Environment& mine = environments_[environment];
+  after_end_[environment] = after_end;
+  if (!after_end) parts_[environment].clear();
   if (mine.row == kNoRow) {
     open_row(environment, version);
   } else if (mine.between) {
-    mine.between = false;
+    mine.between = mine.dropped = false;
     ++mine.episodes;
   } else if (mine.steps == 0) {
     set_repeated(mine.row, 0, false);  // the episode that filled the row before does not go on here after all
   }
+  mine.goes_on = false;
   for (const StepColumn& column : observations) write(column, environment, mine.row, mine.steps);
   reset_next_[environment] = 0;
 }
@@ -282,23 +288,44 @@ void StepWriter::set_repeated(uint32_t row, uint32_t steps, bool goes_on) const 
 
 // The call to the store, one for all groups: it is made whole or, where it throws, not at all. What it takes to know of
 // it afterwards is allocated before.
-void StepWriter::settle(CompletedRows* completed) {
+void StepWriter::settle(CompletedRows* completed, bool admitted) {
   const size_t ending = completed->rows.size() + commit_.rows.size() + seal_.rows.size();
   completed->rows.reserve(ending);
   completed->generations.reserve(ending);
+  completed->environments.reserve(ending);
+  for (const Group* group : {&commit_, &seal_}) {
+    for (const uint32_t e : group->environments) reserve_part(e);
+  }
   const size_t changes =
       publish_.rows.size() + commit_.rows.size() + extend_.rows.size() + seal_.rows.size() + unused_.size();
+  if (changes != 0) {
+    store_.apply(
+        {.publish = {publish_.rows, {publish_.lengths, publish_.priorities, publish_.versions}, publish_.generations},
+         .commit = {commit_.rows, {commit_.lengths, commit_.priorities, commit_.versions}, commit_.generations},
+         .extend = extend_.rows,
+         .lengths = extend_.lengths,
+         .seal = seal_.rows,
+         .abandon = unused_,
+         .extend_priorities = extend_.priorities,
+         .episodes = extend_.episodes,
+         .marked = marked_});  // draws refuse these steps, and without a priority do not find them
+  }
+  if (options_.autoreset == Autoreset::same_step) {
+    for (const uint32_t e : stepped_) {
+      if (after_end_[e] == 0) continue;
+      parts_[e].clear();  // of the episode before
+      after_end_[e] = 0;
+    }
+  }
   if (changes == 0) return;
-  store_.apply(
-      {.publish = {publish_.rows, {publish_.lengths, publish_.priorities, publish_.versions}, publish_.generations},
-       .commit = {commit_.rows, {commit_.lengths, commit_.priorities, commit_.versions}, commit_.generations},
-       .extend = extend_.rows,
-       .lengths = extend_.lengths,
-       .seal = seal_.rows,
-       .abandon = unused_,
-       .extend_priorities = extend_.priorities,
-       .episodes = extend_.episodes,
-       .marked = marked_});  // draws refuse these steps, and without a priority do not find them
+  for (const auto& [e, steps] : owed_) {
+    Environment& mine = environments_[e];
+    if (admitted) {
+      mine.row_admitted = true;
+      mine.steps_admitted += steps - mine.counted;
+    }
+    mine.counted = steps;
+  }
   for (size_t i = 0; i < publish_.rows.size(); ++i) {
     Environment& mine = environments_[publish_.environments[i]];
     mine.published = publish_.lengths[i];
@@ -310,7 +337,15 @@ void StepWriter::settle(CompletedRows* completed) {
   for (const Group* group : {&commit_, &seal_}) {
     completed->rows.insert(completed->rows.end(), group->rows.begin(), group->rows.end());
     completed->generations.insert(completed->generations.end(), group->generations.begin(), group->generations.end());
-    for (const uint32_t e : group->environments) environments_[e].row = kNoRow;
+    completed->environments.insert(completed->environments.end(), group->environments.begin(),
+                                   group->environments.end());
+    for (size_t i = 0; i < group->rows.size(); ++i) {
+      const uint32_t e = group->environments[i];
+      Environment& mine = environments_[e];
+      parts_[e].push_back({mine.row, group->generations[i], mine.episodes > 1U + after_end_[e], mine.row_admitted,
+                           mine.steps_admitted});
+      mine.row = kNoRow;
+    }
     completed_rows_ += group->rows.size();
   }
 }
@@ -320,20 +355,28 @@ void StepWriter::clear_groups() {
   unused_.clear();
   joined_.clear();
   marked_.clear();
+  stepped_.clear();
+  owed_.clear();
+}
+
+size_t StepWriter::owe(uint32_t environment, uint32_t steps) {
+  const Environment& mine = environments_[environment];
+  owed_.push_back({environment, steps});
+  return store_.limited_by_steps() ? steps - mine.counted : size_t{mine.published == 0};
 }
 
 size_t StepWriter::begin(std::span<const StepColumn> observations, std::span<const uint8_t> mask, int64_t version,
                          bool admitted, CompletedRows* completed) {
   check_usable();
   clear_groups();
-  size_t entering = 0, fresh = 0;
+  size_t owed = 0, fresh = 0;
   for (uint32_t e = 0; e < options_.environments; ++e) {
     const Environment& mine = environments_[e];
     if (!in_mask(mask, e)) continue;
-    entering += mine.has_actions() && mine.published == 0;
+    if (mine.has_actions()) owed += owe(e, mine.steps);
     fresh += mine.row == kNoRow || (mine.has_actions() && !has_room(mine.steps));
   }
-  if (entering != 0 && !admitted && store_.control().limiter.enabled.load(kRelaxed) != 0) return entering;
+  if (must_wait(owed, admitted)) return owed;
   take_fresh(fresh);
   try {
     for (uint32_t e = 0; e < options_.environments; ++e) {
@@ -345,7 +388,7 @@ size_t StepWriter::begin(std::span<const StepColumn> observations, std::span<con
         end_row(e, mine.steps);
       }
     }
-    settle(completed);
+    settle(completed, admitted);
   } catch (...) {
     give_back_fresh();
     throw;
@@ -366,9 +409,8 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
   ended_.clear();
   full_.clear();
   begun_.clear();
-  stepped_.clear();
   clear_groups();
-  size_t entering = 0;
+  size_t owed = 0;
   const auto due = [&](const Environment& mine) {
     return options_.publish_every != 0 && mine.steps + 1 - mine.published >= options_.publish_every;
   };
@@ -388,13 +430,13 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
     if (ends) ended_.push_back(e);
     if (fills) full_.push_back(e);
     stepped_.push_back(e);
-    entering += mine.published == 0 && (ends || fills || due(mine));
+    if (ends || fills || due(mine)) owed += owe(e, mine.steps + 1);
   }
   if (same_step && !ended_.empty() && input.finals.empty()) {
     fail(ErrorKind::schema, "the episode of environment ", ended_.front(),
          " has ended: with autoreset='same_step' the observation it ended with is needed as well (final_observation)");
   }
-  if (entering != 0 && !admitted && store_.control().limiter.enabled.load(kRelaxed) != 0) return entering;
+  if (must_wait(owed, admitted)) return owed;
   size_t fresh = full_.size();
   for (const uint32_t e : begun_) fresh += environments_[e].row == kNoRow;
   for (const uint32_t e : ended_) fresh += same_step && !has_room(environments_[e].steps + 1);
@@ -450,7 +492,7 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
       const bool closes = input.terminated[e] != 0 || input.truncated[e] != 0 || mine.steps + 2 == max_length;
       if (!closes && due(mine)) put(mine.published == 0 ? publish_ : extend_, e, mine.steps + 1);
     }
-    settle(completed);
+    settle(completed, admitted);
   } catch (...) {
     for (size_t i = 0; i < sums_.size(); ++i) environments_[stepped_[i]].sum = sums_[i];
     for (const uint32_t e : full_) set_followed(environments_[e].row, false, 0);
@@ -463,11 +505,12 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
     const uint32_t behind = mine.steps - mine.first, count = std::min(options_.overlap, behind);
     open_row(e, input.version);
     set_repeated(environments_[e].row, count, count != behind);
-    environments_[e].steps = count;
+    environments_[e].steps = environments_[e].counted = count;
+    environments_[e].goes_on = true;
   }
   go_on_in_rows();
   for (const uint32_t e : ended_) {
-    if (same_step) begin_episode(e, input.observations, input.version);
+    if (same_step) begin_episode(e, input.observations, input.version, true);
     reset_next_[e] = options_.autoreset == Autoreset::next_step;
   }
   for (const uint32_t e : begun_) begin_episode(e, input.observations, input.version);
@@ -477,15 +520,17 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
 size_t StepWriter::cut(std::span<const uint8_t> mask, bool admitted, CompletedRows* completed) {
   check_usable();
   clear_groups();
-  size_t entering = 0;
+  size_t owed = 0;
   for (uint32_t e = 0; e < options_.environments; ++e) {
     const Environment& mine = environments_[e];
-    entering += in_mask(mask, e) && mine.has_actions() && mine.published == 0;
+    if (in_mask(mask, e) && mine.has_actions()) owed += owe(e, mine.steps);
   }
-  if (entering != 0 && !admitted && store_.control().limiter.enabled.load(kRelaxed) != 0) return entering;
+  if (must_wait(owed, admitted)) return owed;
+  begun_.clear();  // and have no steps: what their rows hold is of the episodes before
   for (uint32_t e = 0; e < options_.environments; ++e) {
     const Environment& mine = environments_[e];
     if (!in_mask(mask, e) || mine.row == kNoRow) continue;
+    if (after_end_[e] == 0 && (mine.dropped || (mine.is_in_episode() && !mine.has_steps()))) begun_.push_back(e);
     if (mine.has_actions()) {
       end_row(e, mine.steps);
     } else if (mine.published != 0) {
@@ -494,13 +539,103 @@ size_t StepWriter::cut(std::span<const uint8_t> mask, bool admitted, CompletedRo
       unused_.push_back(mine.row);  // nothing was done in it
     }
   }
-  settle(completed);
+  settle(completed, admitted);
+  for (const uint32_t e : begun_) parts_[e].clear();
   for (uint32_t e = 0; e < options_.environments; ++e) {
     if (!in_mask(mask, e)) continue;
     reset_next_[e] = 0;
     environments_[e] = {};
   }
   return 0;
+}
+
+// --- taking back -----------------------------------------------------------------------------------------------
+
+bool StepWriter::is_stale(const Part& part) const {
+  return generation_of(store_.words()[part.row].load(kRelaxed)) != part.generation;
+}
+
+// Room for another one. Those of an episode without an end are forgotten as others evict them.
+void StepWriter::reserve_part(uint32_t environment) {
+  std::vector<Part>& parts = parts_[environment];
+  if (parts.size() < parts.capacity()) return;
+  std::erase_if(parts, [this](const Part& part) { return is_stale(part); });
+  if (parts.size() > parts.capacity() / 2 || parts.capacity() == 0) parts.reserve(2 * parts.capacity() + 4);
+}
+
+// The first observation of an episode that was begun in the row of the one before goes to a fresh row.
+void StepWriter::move_on_to_fresh(uint32_t environment) {
+  const Environment& mine = environments_[environment];
+  take_fresh(1);
+  for (const TimedField& field : timed_) {
+    if (field.large >= 0) map_steps(field, fresh_[0], 0, 1);
+    std::memcpy(at(field, fresh_[0], 0), at(field, mine.row, mine.steps), field.step_bytes);
+  }
+}
+
+void StepWriter::discard(uint32_t environment, CompletedRows* kept) {
+  check_usable();
+  clear_groups();
+  fresh_.clear();
+  Environment& mine = environments_[environment];
+  std::vector<Part>& parts = parts_[environment];
+  const bool ended = after_end_[environment] != 0;
+  if (!ended && mine.is_in_episode() && !mine.has_steps()) return;
+  // Whether the row in progress has steps of it that can be sampled, and others' too.
+  const bool holds = mine.row != kNoRow && !mine.dropped &&
+                     (ended          ? mine.episodes > 1
+                      : mine.between ? true
+                                     : mine.published > mine.first);
+  const bool shared = mine.episodes > 1U + ended;
+  // A row of other episodes is left where the next one may go on in it.
+  const bool stays = holds && shared && (ended || mine.between);
+  const bool moves = holds && !shared && ended;
+  const bool unpublished = !ended && mine.is_in_episode() && mine.published == 0;
+  if (moves) move_on_to_fresh(environment);
+  if (holds && !stays) put(seal_, environment, mine.published);
+  if (unpublished) unused_.push_back(mine.row);
+  CompletedRows sealed;
+  try {
+    settle(&sealed, false);
+  } catch (...) {
+    give_back_fresh();
+    throw;
+  }
+  completed_rows_ -= sealed.rows.size();
+  if (moves) {
+    open_row(environment, mine.version);
+  } else if (unpublished) {
+    mine = {};
+  } else if (!ended && mine.is_in_episode()) {  // in a row of others, and nothing of it was published
+    mine.steps = mine.first;
+    mine.between = mine.dropped = true;
+    --mine.episodes;
+  }
+  std::vector<uint32_t> rows, generations;
+  for (const Part& part : parts) {
+    if (is_stale(part)) continue;
+    auto& to = part.shared ? kept->rows : rows;
+    to.push_back(part.row);
+    (part.shared ? kept->generations : generations).push_back(part.generation);
+  }
+  if (stays) {
+    kept->rows.push_back(mine.row);
+    kept->generations.push_back(mine.generation);
+  }
+  kept->environments.assign(kept->rows.size(), environment);
+  std::vector<uint8_t> removed(rows.size());
+  if (!rows.empty()) store_.remove(rows, generations, removed);
+  uint64_t inserts = 0;
+  size_t i = 0;
+  for (const Part& part : parts) {
+    while (i < rows.size() && removed[i] == 0) ++i;
+    if (i == rows.size() || part.row != rows[i] || part.generation != generations[i]) continue;
+    inserts += store_.limited_by_steps() ? part.steps_admitted : uint64_t{part.row_admitted};
+    ++i;
+  }
+  parts.clear();
+  after_end_[environment] = 0;
+  if (inserts != 0) store_.give_back(inserts, 0);
 }
 
 void StepWriter::abandon() {

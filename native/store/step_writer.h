@@ -2,7 +2,7 @@
 //
 //   StepWriter writer(store, options);
 //   writer.begin(observations, mask, version);     // the first observation of each episode
-//   writer.step(input, false, &rows, &generations); // what the actions brought, and the observations they led to
+//   writer.step(input, false, &completed);          // what the actions brought, and the observations they led to
 //
 // A row holds one episode, or a piece of it. Step t of it has the observation that was acted on, the action, what the
 // action brought, and `terminated`; the step after the last action has the observation that it led to, zeros, and is
@@ -25,6 +25,9 @@
 //   step      0    1    2    3    4    5    the row of an episode of two actions, and one of two that goes on
 //   obs      o0   o1   o2   p0   p1   p2
 //   last      0    0    1    0    0    .
+//
+// An episode can be taken back (discard): the writer keeps the keys of the rows that it has completed of each
+// environment's newest episode.
 //
 // Steps are written in place, without the lock. The store is called where rows begin, are published or extended, and
 // end: once for all environments of a step, each in a few hundred nanoseconds a row.
@@ -98,9 +101,9 @@ struct StepInput {
   int64_t version = 0;            // of the model that chose the actions
 };
 
-// Keys of rows that a call completed.
+// Keys of rows that a call completed, and of which environments they are.
 struct CompletedRows {
-  std::vector<uint32_t> rows, generations;
+  std::vector<uint32_t> rows, generations, environments;
 };
 
 class StepWriter {
@@ -111,13 +114,21 @@ class StepWriter {
   StepWriter& operator=(const StepWriter&) = delete;
 
   // Begins an episode in each environment of `mask` (empty: all). One that is in progress is kept as it is. Returns how
-  // many rows would have to be admitted by the rate limiter first, with nothing done; 0 when done.
+  // many rows, or steps where the rate limiter counts these, it would have to admit first, with nothing done; 0 when
+  // done.
   size_t begin(std::span<const StepColumn> observations, std::span<const uint8_t> mask, int64_t version, bool admitted,
                CompletedRows* completed);
   // Records a step. Returns as `begin`.
   size_t step(const StepInput& input, bool admitted, CompletedRows* completed);
   // Ends the episodes of `mask` where they are, and keeps their steps.
   size_t cut(std::span<const uint8_t> mask, bool admitted, CompletedRows* completed);
+  // Takes back the episode of an environment's newest step: the one in progress or, as long as the next one has no
+  // action, the one that has ended. What was not published is dropped; its rows that can be sampled are completed and
+  // deleted, earlier ones too, and the rate limiter gets their inserts back. Rows that hold other episodes as well
+  // stay, and are returned. The environment is in no episode then; the next one stays if it had begun. A process that is
+  // killed meanwhile leaves some of the rows. Where the deletion throws (the lock was not to be had), it can be called
+  // again.
+  void discard(uint32_t environment, CompletedRows* kept);
   // Which environments' newest step has other values than these, byte by byte, or is not there: 1 for each of them.
   // Columns have the fields' own dtypes.
   void differing(std::span<const StepColumn> values, std::vector<uint8_t>* out) const;
@@ -148,8 +159,14 @@ class StepWriter {
     int64_t version = 0;
     double sum = 0;        // of its rewards
     bool between = false;  // the row's last episode has ended, and the next one goes on in it
+    bool goes_on = false;  // its episode began in the row before
+    bool dropped = false;  // between, and the last one was taken back before any step of it was published
+    uint32_t counted = 0;  // the row's steps below are known to the rate limiter, or need not be
+    bool row_admitted = false;
+    uint32_t steps_admitted = 0;  // by the rate limiter, of this row
 
     bool is_in_episode() const { return row != kNoRow && !between; }
+    bool has_steps() const { return is_in_episode() && (steps != first || goes_on); }
     bool has_actions() const { return is_in_episode() && steps != first; }
   };
   struct TimedField {
@@ -161,6 +178,17 @@ class StepWriter {
     uint64_t step_bytes;
     uint64_t count;  // elements of a step
     int32_t large;   // its place in written_; -1: steps of few pages
+  };
+  // A completed row of the episode of an environment's newest step.
+  struct Part {
+    uint32_t row, generation;
+    bool shared;  // with other episodes
+    bool row_admitted;
+    uint32_t steps_admitted;
+  };
+  // What the rate limiter has to admit: an environment, and how many of its row's steps it then knows of.
+  struct Owed {
+    uint32_t environment, steps;
   };
   // Rows of one call to the store.
   struct Group {
@@ -185,7 +213,8 @@ class StepWriter {
   bool has_room(uint32_t last) const { return options_.share_rows && uint64_t{last} + 3 <= max_length_; }
   void end_episode(uint32_t environment, uint32_t last);
   void go_on_in_rows();
-  void begin_episode(uint32_t environment, std::span<const StepColumn> observations, int64_t version);
+  void begin_episode(uint32_t environment, std::span<const StepColumn> observations, int64_t version,
+                     bool after_end = false);
   void put(Group& group, uint32_t environment, uint32_t length);
   void take_fresh(size_t count);
   void give_back_fresh();
@@ -197,7 +226,15 @@ class StepWriter {
   // Notes how many of a row's first steps repeat, and whether its episode began in the row before.
   void set_repeated(uint32_t row, uint32_t steps, bool goes_on) const;
   std::atomic_ref<int32_t> repeats(uint32_t row, int number) const;
-  void settle(CompletedRows* completed);
+  // Notes that an environment's row is to be sampled with so many steps; how much the rate limiter has to admit.
+  size_t owe(uint32_t environment, uint32_t steps);
+  bool must_wait(size_t owed, bool admitted) const {
+    return owed != 0 && !admitted && store_.control().limiter.enabled.load(kRelaxed) != 0;
+  }
+  void settle(CompletedRows* completed, bool admitted);
+  void reserve_part(uint32_t environment);
+  bool is_stale(const Part& part) const;
+  void move_on_to_fresh(uint32_t environment);
   void clear_groups();
 
   Store& store_;
@@ -218,10 +255,15 @@ class StepWriter {
   int32_t reward_field_ = -1;
   int32_t repeats_field_ = -1;
   std::vector<uint8_t> reset_next_;  // next_step: the next call begins an episode here
+  // Of each environment, of its newest episode; of the one before, as long as `after_end_` says that the present one
+  // was begun by the end of that (same_step) and has no action yet.
+  std::vector<std::vector<Part>> parts_;
+  std::vector<uint8_t> after_end_;
   uint64_t completed_rows_ = 0;
 
   // Of one call, kept for their memory.
   std::vector<uint32_t> stepped_, ended_, full_, begun_, fresh_, unused_, joined_, marked_;
+  std::vector<Owed> owed_;
   std::vector<double> sums_;
   Group publish_, commit_, extend_, seal_;
 };

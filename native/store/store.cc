@@ -133,6 +133,7 @@ void Store::bind_trees() {
   }
   episodes_field_ = find_episodes_field();
   find_repeats_field();
+  find_last_field();
   content_mask_ = (header().required_features & kContentNumbers) != 0 ? ~uint64_t{0} : 0;
   if (!read_only()) reserve_for_ranking();
   if (per_step()) {
@@ -416,8 +417,11 @@ bool Store::admit_samples(uint64_t n, double timeout_s) {
     fail(ErrorKind::read_only, "the store ", mapping_->path(),
          " has a rate limiter, which counts draws, and mode='r' counts none: open it for writing, or set no limiter");
   }
-  const bool admitted = geartrain::admit_samples(control().limiter, n, control().committed_count, timeout_s,
-                                                 [this] { return calls_.must_end(); });
+  const auto enough = [this](uint64_t least) {
+    return (limited_by_steps() ? step_count_up_to(least) : control().committed_count.load()) >= least;
+  };
+  const bool admitted =
+      geartrain::admit_samples(control().limiter, n, enough, timeout_s, [this] { return calls_.must_end(); });
   if (!admitted) check_open();
   return admitted;
 }

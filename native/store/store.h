@@ -249,8 +249,9 @@ class Store final : public OpenStore {
   // nobody holds the lock, without which nobody writes: the segment is damaged.
   bool await_content(uint32_t row) const noexcept;
 
-  // Deletes rows by key. Returns how many no longer existed.
-  uint64_t remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
+  // Deletes rows by key. Returns how many no longer existed; `removed`, where it is given, tells which did.
+  uint64_t remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                  std::span<uint8_t> removed = {});
 
   // Counts one sample against each key; a handle that changes nothing only looks whether it is stale. taken[i] is 0
   // when the key is stale or its samples are used up (draw again). With max_times_sampled, a row whose last sample this
@@ -287,6 +288,8 @@ class Store final : public OpenStore {
   // --- the rate limiter (rate_limiter.h), of a store that is open and may be written ------------------------------
 
   void set_limiter(const RateLimiterSettings& settings, bool afresh);
+  // Whether the limiter counts steps, not rows.
+  bool limited_by_steps() const { return control().limiter.unit.load(kRelaxed) == RateLimiter::kSteps; }
   // A wait that another thread's close() ends throws closed.
   bool admit_inserts(uint64_t n, double timeout_s);
   bool admit_samples(uint64_t n, double timeout_s);
@@ -305,6 +308,14 @@ class Store final : public OpenStore {
   uint64_t next_sequence() const { return std::atomic_ref(control().next_sequence).load(kRelaxed); }
   // Keys of all committed rows, oldest first; and of all free rows, next to be allocated first.
   void keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations);
+  // Steps of all committed rows that can be drawn: those which are not marked `last`, and of steps that two rows have
+  // one. A pass over the rows, without the lock.
+  uint64_t step_count() const;
+  // The same, or a smaller number that is not below `enough`, which mostly costs no pass: rows that are removed take
+  // max_length steps with them at most.
+  uint64_t step_count_up_to(uint64_t enough) const;
+  // Of the steps [0, length) of a row: those that count.
+  uint32_t counted_steps(uint32_t row, uint32_t length) const;
   std::vector<uint32_t> free_rows();
   RowInfo info(uint32_t row) const;
 
@@ -497,6 +508,7 @@ class Store final : public OpenStore {
   void seal_locked(uint32_t row, uint64_t now_ns);
   int32_t find_episodes_field() const;
   void find_repeats_field();
+  void find_last_field();
   void set_episodes(uint32_t row, uint32_t episodes);
   void count_episodes(uint32_t row);  // a row whose writer is gone, by its marks; nothing where a row is one episode
   void end_repeats(uint32_t row);     // likewise: no row comes after it
@@ -570,6 +582,9 @@ class Store final : public OpenStore {
   int32_t episodes_field_ = -1;  // that counts the episodes of a row; -1: a row is one
   int32_t repeats_field_ = -1;   // that counts the steps which a row shares with its neighbours; -1: with none
   uint32_t repeats_n_step_ = 1;  // `after` of the views that its steps have priorities for (selection/row_repeats.h)
+  const FieldRecord* last_field_ = nullptr;  // that marks steps which have an observation alone; nullptr: there is none
+  // What step_count() was, with max_length for each row that had been removed by then; 0: never.
+  mutable std::atomic<uint64_t> steps_and_removed_{0};
   std::atomic<bool> read_only_{false};
   bool lost_in_fork_ = false;
   std::atomic<bool> keep_{false};

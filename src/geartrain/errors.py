@@ -63,6 +63,13 @@ class UntrustedStoreError(StoreError, PermissionError):
     """More users may write to the segment than `trust` allows: another user's file, a wide mode, or a symbolic link."""
 
 
+class StoreIOError(StoreError):
+    """The system refused a call on the file of a store, weights or counters. The message has the file and the reason.
+
+    Usual reasons are an I/O error, missing permission, and too many open files.
+    """
+
+
 class StoreClosedError(StoreError, ValueError):
     """The handle was closed. The segment itself may still exist."""
 

@@ -91,10 +91,10 @@ def test_every_kind_of_environment_leaves_whole_episodes(store_name, make):
         seen = set()
         for row in rows_of(store):
             assert row["length"] == LENGTH + 1
-            episode = int(row["observation"][0, 0])
+            episode = int(row["obs"][0, 0])
             seen.add(episode)
-            assert row["observation"][: LENGTH + 1, 0].tolist() == [episode] * (LENGTH + 1)
-            assert row["observation"][: LENGTH + 1, 1].tolist() == list(range(LENGTH + 1))
+            assert row["obs"][: LENGTH + 1, 0].tolist() == [episode] * (LENGTH + 1)
+            assert row["obs"][: LENGTH + 1, 1].tolist() == list(range(LENGTH + 1))
             assert row["last"][: LENGTH + 1].tolist() == [False] * LENGTH + [True]
             ends = [False] * (LENGTH - 1) + [episode % 3 != 2, False]
             assert row["terminated"][: LENGTH + 1].tolist() == ends
@@ -117,8 +117,8 @@ def test_agents_become_an_axis_and_the_episode_ends_with_the_last_of_them(store_
         actor.run(episodes=4)
         for row in rows_of(store):
             assert row["length"] == LENGTH + 1
-            assert row["observation"].shape == (32, 2, 2)
-            assert row["observation"][5:8, 1].tolist() == [[0, 0]] * 3  # it left after four steps
+            assert row["obs"].shape == (32, 2, 2)
+            assert row["obs"][5:8, 1].tolist() == [[0, 0]] * 3  # it left after four steps
             assert row["reward"][4:LENGTH, 1].tolist() == [0, 0, 0]
             assert row["reward"][:LENGTH, 0].tolist() == row["action"][:LENGTH, 0].tolist()
         actor.close()
@@ -146,21 +146,21 @@ def test_dict_observations_become_fields_of_their_own(store_name):
     for made in ([Goal(), Goal()], SyncVectorEnv([Goal, Goal], autoreset_mode=AutoresetMode.SAME_STEP)):
         environments = environments_of(made)
         fields = recorded_fields(environments.fields())
-        assert fields["observation.pixels"] == gt.Field((4, 4), "uint8")
+        assert fields["obs.pixels"] == gt.Field((4, 4), "uint8")
         with gt.Store.create(store_name(), fields, max_length=8, capacity=10) as store:
 
             class Zero:
                 version = 0
 
-                def act(self, observation):
-                    assert observation["goal"].shape == (2, 3)
+                def act(self, obs):
+                    assert obs["goal"].shape == (2, 3)
                     return np.zeros((2, 2), np.float32), {}
 
             actor = Actor(environments, Zero(), store)
             actor.run(episodes=2)
             for row in rows_of(store):
-                assert row["observation.pixels"][:4, 0, 0].tolist() == [0, 1, 2, 3]
-                assert row["observation.goal"][3].tolist() == [0.3] * 3
+                assert row["obs.pixels"][:4, 0, 0].tolist() == [0, 1, 2, 3]
+                assert row["obs.goal"][3].tolist() == [0.3] * 3
             actor.close()
 
 
@@ -169,7 +169,7 @@ def test_a_long_episode_goes_on_in_the_next_row_with_its_overlap(store_name):
     with make_store(store_name, environments, max_steps=16) as store:
         Actor(environments, Numbers(), store, overlap=4).run(episodes=1)
         rows = rows_of(store)
-        steps = [row["observation"][: row["length"], 1].astype(int).tolist() for row in rows]
+        steps = [row["obs"][: row["length"], 1].astype(int).tolist() for row in rows]
         assert steps[0] == list(range(16))
         assert steps[1] == list(range(11, 27))
         assert all(later[:5] == earlier[-5:] for earlier, later in itertools.pairwise(steps))
@@ -206,7 +206,7 @@ def test_closing_keeps_the_steps_of_an_episode_that_was_going_on(store_name):
         actor.close()
         assert sorted(store.status()["length"].tolist()) == [4, 4]
         recorder = EpisodeRecorder(store)
-        recorder.begin({"observation": np.zeros(2)})
+        recorder.begin({"obs": np.zeros(2)})
         assert recorder.cut() is None  # nothing was done yet
         assert store.stats()["writing"] == 0
 
@@ -310,7 +310,7 @@ class Answering:
     version = 3
 
     def __init__(self, answer):
-        self.act = lambda observation: answer
+        self.act = lambda obs: answer
 
 
 @pytest.fixture
@@ -330,12 +330,12 @@ def ask():
         return value[at] if getattr(value, "ndim", 0) else value
 
     @rpc.function
-    def answer_for(observation):
+    def answer_for(obs):
         return answers.pop(0)
 
     def ask(kind, answer):
         if kind == "local":
-            policy = LocalPolicy(lambda model, observation: answer, None)
+            policy = LocalPolicy(lambda model, obs: answer, None)
         else:
             answers[:] = answer if isinstance(answer, list) else [part(answer, at) for at in range(2)]
             policy = RemotePolicy(actor, "agent", "answer_for")
@@ -432,7 +432,7 @@ def test_a_killed_actor_leaves_only_whole_steps_and_no_block_is_lost(store_name)
             assert stats["free"] + stats["committed"] == 30
             for row in rows_of(store):
                 n = row["length"]
-                assert row["observation"][:n, 1].tolist() == list(range(n))
+                assert row["obs"][:n, 1].tolist() == list(range(n))
                 acted = n - 1 if row["last"][n - 1] else n
                 assert row["reward"][:acted].tolist() == row["action"][:acted].tolist()
 

@@ -40,14 +40,14 @@ def test_what_is_missing_is_an_error_with_the_line_that_installs_it(family, monk
 @pytest.mark.parametrize(
     ("part", "error", "told"),
     [
-        (gym.spaces.Text(3), ArgumentError, "'observation.arm.x' is a Text space, which has no fixed shape"),
-        (gym.spaces.Box(0, 1, (3,), np.dtype(">f4")), SchemaError, "field 'observation.arm.x': dtype .*byte order"),
+        (gym.spaces.Text(3), ArgumentError, "'obs.arm.x' is a Text space, which has no fixed shape"),
+        (gym.spaces.Box(0, 1, (3,), np.dtype(">f4")), SchemaError, "field 'obs.arm.x': dtype .*byte order"),
     ],
 )
 def test_a_part_of_a_space_that_cannot_be_stored_is_named(part, error, told):
     space = gym.spaces.Dict({"camera": gym.spaces.Box(0, 1, (3,)), "arm": gym.spaces.Dict({"x": part})})
     with pytest.raises(error, match=told):
-        space_fields("observation", space)
+        space_fields("obs", space)
 
 
 def test_hopper_episodes_are_recorded_whole(store_name):
@@ -55,12 +55,12 @@ def test_hopper_episodes_are_recorded_whole(store_name):
     made = environments.make("mujoco/Hopper-v5", n=3)
     space = gym.make("Hopper-v5", disable_env_checker=True).action_space
     with gt.Store.create(store_name(), recorded_fields(made.fields()), max_length=200, capacity=50) as store:
-        assert store.fields["observation"] == gt.Field((11,), "float64")
+        assert store.fields["obs"] == gt.Field((11,), "float64")
         actor = Actor(made, RandomPolicy(space), store, seed=3)
         stats = actor.run(episodes=6)
         assert stats.rows >= 6
         batch = gt.fetch(store, store.keys(), output="numpy")
-        assert np.isfinite(batch["observation"]).all()
+        assert np.isfinite(batch["obs"]).all()
         ends = batch["terminated"].sum(1)
         assert (ends == 1).all(), "a random policy falls within 200 steps, once an episode"
         actor.close()
@@ -82,7 +82,7 @@ def test_robot_arms_keep_both_goals(store_name):
         batch = gt.fetch(store, store.keys(), output="numpy")
         assert batch.length.tolist() == [51] * 4
         assert not batch["terminated"].any(), "50 steps are a limit of time"
-        apart = np.linalg.norm(batch["observation.achieved_goal"] - batch["observation.desired_goal"], axis=-1)
+        apart = np.linalg.norm(batch["obs.achieved_goal"] - batch["obs.desired_goal"], axis=-1)
         assert np.array_equal(batch["reward"][:, :50], -(apart[:, 1:] > 0.05).astype("float32"))
 
 
@@ -94,8 +94,8 @@ class Possible:
     def __init__(self):
         self._rng = np.random.default_rng(0)
 
-    def act(self, observation):
-        return (self._rng.random(observation["available"].shape) * observation["available"]).argmax(-1), {}
+    def act(self, obs):
+        return (self._rng.random(obs["available"].shape) * obs["available"]).argmax(-1), {}
 
 
 @pytest.mark.slow  # JAX compiles for many seconds
@@ -112,10 +112,10 @@ def test_battles_end_with_the_damage_that_was_done(store_name):
         assert sorted(returns)[-24:] == pytest.approx(sorted(stats.returns)[-24:], abs=1e-5)
         assert ((returns > 0) & (returns < 2.001)).all()
         assert batch["terminated"].sum(1).tolist() == [1] * len(returns), "on 3m somebody dies within 100 steps"
-        living = batch["observation.available"].any(-1)
+        living = batch["obs.available"].any(-1)
         assert living[batch.mask].all(), "there is always something to do, if only to stop"
         first = gt.fetch(store, store.keys(), output="numpy", window=1, ends=np.zeros(len(returns), int))
-        assert len(np.unique(first["observation.state"][:, 0], axis=0)) == len(returns), "every battle begins elsewhere"
+        assert len(np.unique(first["obs.state"][:, 0], axis=0)) == len(returns), "every battle begins elsewhere"
     seen: list[list[dict[str, np.ndarray]]] = []
     for _ in range(2):
         seen.append([made.reset(7)])
@@ -133,16 +133,16 @@ def test_worlds_of_bodies_begin_anew_alone_and_together(store_name):
     first = made.reset(1)
     assert np.array_equal(first, made.reset(1)) and not np.array_equal(first, made.reset(2))
     rng = np.random.default_rng(0)
-    observation, fell, cut = made.reset(1), 0, 0
+    obs, fell, cut = made.reset(1), 0, 0
     for _ in range(60):
         stepped = made.step(rng.uniform(-1, 1, (6, made.agents, made.actions)))
         over = stepped.terminated | stepped.truncated
-        same = (stepped.next == stepped.observation).all((1, 2))
+        same = (stepped.next == stepped.obs).all((1, 2))
         assert (same == ~over).all(), "where an episode ended, another has begun"
         assert stepped.reward.shape == (6, made.agents)
         fell, cut = fell + stepped.terminated.sum(), cut + stepped.truncated.sum()
     assert fell + cut >= 6
-    assert observation.dtype == np.float32
+    assert obs.dtype == np.float32
     with pytest.raises(ArgumentError, match="navigation"):
         environments.make("vmas/nothing")
 
@@ -159,14 +159,14 @@ def test_atari_keeps_each_frame_once_and_the_last_one_of_an_episode(store_name):
 
     made = environments.make("atari/breakout", n=3)
     with gt.Store.create(store_name(), recorded_fields(made.fields()), max_length=400, capacity=20) as store:
-        assert store.fields["observation.frame"] == gt.Field((42, 40), "uint8")
+        assert store.fields["obs.frame"] == gt.Field((42, 40), "uint8")
         actor = Actor(made, RandomPolicy(Discrete(made.actions)), store, seed=3)
         actor.run(episodes=4)
         batch = gt.fetch(store, store.keys(), output="numpy")
         for row, length in enumerate(batch.length):
-            ages = batch["observation.age"][row, :length]
+            ages = batch["obs.age"][row, :length]
             assert ages.tolist() == list(range(length)), "a row is one episode from its first frame to its last"
-            frames = batch["observation.frame"][row, :length].reshape(length, -1).astype(int)
+            frames = batch["obs.frame"][row, :length].reshape(length, -1).astype(int)
             moved = np.abs(np.diff(frames, axis=0)).max(1) > 0
             assert moved.mean() > 0.5, "frames follow one another"
             assert batch["terminated"][row].sum() == 1
@@ -180,7 +180,7 @@ def test_a_small_atari_frame_has_the_means_of_the_large_ones_pixels():
     seen = [(large.reset(seed=1), small.reset(seed=1))]
     for action in range(6):
         pair = (games.step(np.array([action])) for games in (large, small))
-        seen.append(tuple(each.observation for each in pair))
+        seen.append(tuple(each.obs for each in pair))
     for one, other in seen:
         means = one["frame"][0].reshape(42, 5, 40, 4).mean((1, 3))
         assert (other["frame"][0] == np.floor(means)).all()
@@ -197,15 +197,12 @@ def test_atari_episodes_repeat_with_their_seed():
         seen.append([games.step(each) for each in actions])
         games.close()
     for first, second in zip(*seen, strict=True):
-        assert (first.observation["frame"] == second.observation["frame"]).all()
+        assert (first.obs["frame"] == second.obs["frame"]).all()
         assert (first.reward == second.reward).all()
     assert sum(each.reward.sum() for each in seen[0]) < 0, "a random player loses points"
     other = environments.make("atari/pong", n=2, shrink=(2, 2))
     other.reset(seed=5)
-    assert any(
-        (other.step(a).observation["frame"] != s.observation["frame"]).any()
-        for a, s in zip(actions, seen[0], strict=True)
-    )
+    assert any((other.step(a).obs["frame"] != s.obs["frame"]).any() for a, s in zip(actions, seen[0], strict=True))
     with pytest.raises(ArgumentError, match="no ROM named 'Pong'"):
         environments.make("atari/Pong")
     with pytest.raises(ArgumentError, match="210 lines"):

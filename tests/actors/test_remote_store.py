@@ -139,7 +139,7 @@ def test_steps_are_recorded_there_as_here(world: World, max_in_flight: int) -> N
     with gt.Store.create(FIELDS, max_length=6, capacity=64) as here:
         mine = here.recorder(2, autoreset="disabled", publish_every=2)
         theirs = world.remote.recorder(2, autoreset="disabled", publish_every=2, max_in_flight=max_in_flight)
-        assert theirs.observations == mine.observations == ("obs",)
+        assert theirs.obs == mine.obs == ("obs",)
         known, found = steps(mine, 10), steps(theirs, 10)
         known.append(mine.cut())
         found.append(theirs.cut())
@@ -149,6 +149,20 @@ def test_steps_are_recorded_there_as_here(world: World, max_in_flight: int) -> N
         for name in one.fields:
             assert (one[name] == other[name]).all(), name
         assert (one.version == other.version).all() and (one.length == other.length).all()
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 3])
+def test_episodes_are_taken_back_there_as_here(world: World, max_in_flight: int) -> None:
+    with gt.Store.create(FIELDS, max_length=6, capacity=64) as here:
+        mine = here.recorder(2, autoreset="disabled", publish_every=2)
+        theirs = world.remote.recorder(2, autoreset="disabled", publish_every=2, max_in_flight=max_in_flight)
+        known, found = steps(mine, 7, episode=20), steps(theirs, 7, episode=20)
+        assert mine.discard(1) is None and theirs.discard(1) is None
+        assert gt.Keys.join([*found, theirs.cut()]).env.tolist() == gt.Keys.join([*known, mine.cut()]).env.tolist()
+        assert len(here) == len(world.store) == 2
+        with pytest.raises(ArgumentError, match="env is the index of an environment"):
+            theirs.discard(2)
+        theirs.close()
 
 
 def test_an_actor_acts_for_a_store_that_is_elsewhere(world: World) -> None:

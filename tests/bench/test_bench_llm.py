@@ -28,8 +28,8 @@ from geartrain_bench.llm.samples import DISTRIBUTIONS, USUAL, Lengths, digest, i
 
 TINY = Plan(
     answers=16, per_row=(4, 1), repeats=2, case_s=0.05, calls=2, ready_rows=128, claimers=2, claims=2, wakes=20,
-    wake_laps=1, pipeline_rows=64, pipeline_laps=1, region_rows=16, region_bytes=4 << 20, full_moments=2,
-    gather_bytes=1 << 20, read_bytes=1 << 17,
+    wake_laps=1, pipeline_rows=64, pipeline_laps=1, region_rows=16, region_bytes=4 << 20, growing_bytes=4 << 20,
+    settling=1, full_moments=2, gather_bytes=1 << 20, read_bytes=1 << 17,
 )  # fmt: skip
 SHORT = Lengths(2, 40, 10.0)
 

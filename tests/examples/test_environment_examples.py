@@ -92,8 +92,8 @@ def test_advantages_are_those_of_a_slow_loop(mat, store_name):
     rng = np.random.default_rng(0)
     steps = 8
     fields = {
-        "observation.agents": gt.Field((2, 3), "float32"),
-        "observation.available": gt.Field((2, 4), "bool"),
+        "obs.agents": gt.Field((2, 3), "float32"),
+        "obs.available": gt.Field((2, 4), "bool"),
         "action": gt.Field((2,), "int64"),
         "reward": gt.Field((), "float32"),
     }
@@ -109,15 +109,15 @@ def test_advantages_are_those_of_a_slow_loop(mat, store_name):
             values = team.encode(torch.from_numpy(seen))[1].detach().numpy()
             rewards = rng.normal(size=length).astype("float32")
 
-            def observation(t, seen=seen):
-                return {"observation.agents": seen[t], "observation.available": np.ones((2, 4), bool)}
+            def obs(t, seen=seen):
+                return {"obs.agents": seen[t], "obs.available": np.ones((2, 4), bool)}
 
-            recorder.begin(observation(0))
+            recorder.begin(obs(0))
             for t in range(length):
                 last = t == length - 1
                 recorder.step(
                     {"action": np.zeros(2, int), "reward": rewards[t], "value": values[t]},
-                    observation(t + 1),
+                    obs(t + 1),
                     terminated=last and terminated,
                     truncated=last and not terminated,
                 )
@@ -163,8 +163,8 @@ class Agree:
 
     def fields(self):
         return {
-            "observation.agents": gt.Field((3, 5), "float32"),
-            "observation.available": gt.Field((3, 4), "bool"),
+            "obs.agents": gt.Field((3, 5), "float32"),
+            "obs.available": gt.Field((3, 4), "bool"),
             "action": gt.Field((3,), "int64"),
             "reward": gt.Field((), "float32"),
         }
@@ -304,15 +304,15 @@ def test_goals_in_hindsight_are_what_the_same_episode_achieved_later(sac, store_
         for episode in range(20):
             length = sac.EPISODE if episode % 3 else 9
 
-            def observation(t, episode=episode):
+            def obs(t, episode=episode):
                 desired = np.full(3, 100.0 + episode)
                 return {sac.SEEN: np.array([episode, t]), sac.ACHIEVED: places[episode, t], sac.GOAL: desired}
 
-            recorder.begin(observation(0))
+            recorder.begin(obs(0))
             for t in range(length):
                 ends = t == length - 1
                 values = {"action": [t], "reward": -1.0}
-                recorder.step(values, observation(t + 1), terminated=False, truncated=ends)
+                recorder.step(values, obs(t + 1), terminated=False, truncated=ends)
         hindsight = sac.Hindsight(store, 400, share=0.8, seed=1)
         relabelled, rewarded, count, reach = 0, 0, 0, set()
         for _ in range(10):

@@ -160,8 +160,8 @@ def test_dqn_targets_are_those_of_a_slow_loop(store_name, widen):
     from geartrain.actors import EpisodeRecorder, recorded_fields
 
     fields = {
-        "observation.frame": gt.Field((1, 1), "uint8"),
-        "observation.age": gt.Field((), "int32"),
+        "obs.frame": gt.Field((1, 1), "uint8"),
+        "obs.age": gt.Field((), "int32"),
         "action": gt.Field((), "int64"),
         "reward": gt.Field((), "float32"),
     }
@@ -190,7 +190,7 @@ def test_dqn_targets_are_those_of_a_slow_loop(store_name, widen):
         recorder = EpisodeRecorder(store, overlap=dqn.OVERLAP)
 
         def seen(t):
-            return {"observation.frame": frames[t].reshape(1, 1), "observation.age": np.int32(t)}
+            return {"obs.frame": frames[t].reshape(1, 1), "obs.age": np.int32(t)}
 
         recorder.begin(seen(0))
         for t in range(length):
@@ -202,7 +202,7 @@ def test_dqn_targets_are_those_of_a_slow_loop(store_name, widen):
         with gt.Replay(store, strategy, 64, view=dqn.VIEW, num_batches=60, prefetch=0) as replay:
             for batch in replay:
                 found = dqn.errors_of(online, target, batch, widen)
-                for frame, each in zip(batch["observation.frame"][:, -1, 0, 0].tolist(), found.tolist(), strict=True):
+                for frame, each in zip(batch["obs.frame"][:, -1, 0, 0].tolist(), found.tolist(), strict=True):
                     assert each == pytest.approx(expected[frame], abs=1e-3), frame
                     learned.add(frame)
         assert learned == set(expected), "every step of the episode is learned about, the first and the last too"

@@ -81,7 +81,7 @@ class Between:
 def test_two_stages_make_the_gradients_of_one(monkeypatch):
     torch.manual_seed(0)
     data = {
-        "observation": torch.randn(64, 3),
+        "obs": torch.randn(64, 3),
         "action": torch.randn(64, 2),
         "log_prob": torch.randn(64) - 2,
         "advantage": torch.randn(64),

@@ -40,8 +40,8 @@ pytestmark = pytest.mark.usefixtures("preloaded_children")
 
 
 class Quiet(Numbers):
-    def act(self, observation):
-        return super().act(observation)[0], {}
+    def act(self, obs):
+        return super().act(obs)[0], {}
 
 
 def environments(context):
@@ -154,7 +154,7 @@ def slow_environments(context):
 
 def slow_policy(context):
     class Slow(Quiet):
-        def act(self, observation):
+        def act(self, obs):
             return slow_environments(context)
 
     return Slow()
@@ -392,10 +392,10 @@ def test_a_replay_waits_for_the_rows_of_actors_that_are_starting(store, prefetch
 class Tiring(Quiet):
     """Fails at its twentieth step."""
 
-    def act(self, observation):
+    def act(self, obs):
         if self._next == 20:
             raise RuntimeError("tired")
-        return super().act(observation)
+        return super().act(obs)
 
 
 def long_episodes(context):
@@ -451,7 +451,7 @@ def environments(context):
 def policy(context):
     return Numbers()
 
-fields = recorded_fields({"observation": gt.Field((1,), "float32"), "action": gt.Field((), "int64")})
+fields = recorded_fields({"obs": gt.Field((1,), "float32"), "action": gt.Field((), "int64")})
 with gt.Store.create(fields, max_length=4, capacity=4) as store:
     with ActorPool(store, environments, policy, 1) as pool:
         for batch in gt.Replay(store, gt.selection.Uniform(), 1, output="numpy", num_batches=1):

@@ -224,7 +224,7 @@ def test_what_makes_no_goals_is_refused():
 def test_rewards_of_several_numbers_and_functions_that_return_no_numbers_are_refused():
     goal = gt.Hindsight("final", reward=lambda achieved, desired: np.zeros(len(achieved)))
     fields = {
-        "observation": gt.Field((1,), "float32"),
+        "obs": gt.Field((1,), "float32"),
         "achieved_goal": gt.Field((1,), "float32"),
         "desired_goal": gt.Field((1,), "float32"),
     }

@@ -67,7 +67,9 @@ ALLOWED: dict[Any, dict[str, Callable[[Any], bool]]] = {
     Lifo: COMMON,
     Fifo: COMMON,
     GroupSampling: {
-        **COMMON, "by": lambda value: isinstance(value, str), "size": whole(1, 2**31 - 1), "prioritized": flag,
+        **COMMON, "by": lambda value: isinstance(value, str), "size": whole(2, 2**31 - 1), "prioritized": flag,
+        "attempt": lambda value: value is None or (isinstance(value, str) and value != "x"),
+        "least": whole(1, 2), "deadline_s": lambda value: scalar(0, above=True)(value) and value <= 1e9,
     },
     Limits: {
         "min_version": lambda value: callable(value) or whole(-(2**63), 2**63 - 1, none=True)(value),
@@ -85,7 +87,7 @@ ALLOWED: dict[Any, dict[str, Callable[[Any], bool]]] = {
     },
 }  # fmt: skip
 GIVEN: dict[Any, dict[str, Any]] = {
-    GroupSampling: {"by": "x", "size": 2},
+    GroupSampling: {"by": "x", "size": 3, "least": 1, "deadline_s": 1.0},
     Linear: {"start": 0.5, "end": 1.0, "steps": 10},
     # With these no pair of flags contradicts another.
     Traits: {"form": "oldest"},
@@ -125,10 +127,12 @@ REPLAY: dict[str, Callable[[Any], bool]] = {
     "fields": lambda value: value is None or value == ["x"],
     "window": whole(1, 2**31 - 1, none=True),
     "pad": lambda value: isinstance(value, str) and value in ("left", "right"),
+    "first_only": lambda value: isinstance(value, (list, tuple)) and all(name == "x" for name in value),
     "prefetch": whole(0, 1024),
     "output": lambda value: isinstance(value, str) and value in ("torch", "numpy"),
     "num_batches": whole(0, 2**63 - 1, none=True),
     "min_rows": whole(1, 2**32, none=True),
+    "min_steps": whole(1, 2**63 - 1, none=True),
     "threads": whole(1, 4096, none=True),
     "timeout_s": scalar(0, most=1e9),
     "update_lag": whole(2, 2048, none=True),  # and `prefetch` is 2

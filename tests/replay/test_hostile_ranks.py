@@ -66,7 +66,7 @@ def drawn(n: int, shard: int = 0) -> Any:
 
 def rounds(*stores: gt.Store, all_to_all: Any = lambda parts: parts) -> tuple[_native.RankSteps, _native.RankExchange]:
     """Of a group of one rank."""
-    steps = _native.RankSteps(0, 1, 7, [(each.native, True, True, [0], 1) for each in stores], False)
+    steps = _native.RankSteps(0, 1, 7, [(each.native, True, True, [0], 1, 0) for each in stores], False)
     exchange = _native.RankExchange(None, 1.0, False, False, [[0] for _ in stores], all_to_all, lambda mine: mine)
     return steps, exchange
 

@@ -125,8 +125,8 @@ def test_local_first_moves_the_surplus_and_ordered_nearly_all(store_name: Callab
         assert moved[2] == 0
         for stats in (first, ordered):
             assert sum(s["received_bytes"] for s in stats) == sum(s["sent_bytes"] for s in stats)
-            # One gather of 56 bytes from each rank, relayed to three others, and nothing that grows with the batch.
-            assert all(s["selection_bytes"] == 40 * 3 * 56 for s in stats)
+            # One gather of 64 bytes from each rank, relayed to three others, and nothing that grows with the batch.
+            assert all(s["selection_bytes"] == 40 * 3 * 64 for s in stats)
     finally:
         for store in stores:
             store.close()

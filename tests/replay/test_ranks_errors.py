@@ -115,15 +115,16 @@ def test_too_few_rows_are_the_same_error_on_all_ranks_and_not_the_end(
     [(Uniform(seed=1), 0), (Uniform(seed=1), 2), (Fifo(), 0), (Epochs(seed=1), 0)],
     ids=["native", "lagged", "in order", "passes"],
 )
+@pytest.mark.parametrize("least", [{"min_rows": 8}, {"min_steps": 20}], ids=["rows", "steps"])
 def test_ranks_wait_together_for_the_writers_that_one_of_them_expects(
-    store_name: Callable[[], str], selection: Any, lag: int
+    store_name: Callable[[], str], selection: Any, lag: int, least: dict[str, int]
 ) -> None:
     stores = [gt.Store.create(store_name(), FIELDS, max_length=STEPS, capacity=40) for _ in range(2)]
     both = threading.Barrier(2, timeout=patience(20))
 
     def body(rank: ThreadRankGroup) -> None:
         store = stores[rank.rank]
-        options: dict[str, Any] = {"min_rows": 8, "timeout_s": patience(30), "prefetch": 0, "update_lag": lag or None}
+        options: dict[str, Any] = {"timeout_s": patience(30), "prefetch": 0, "update_lag": lag or None, **least}
         with gt.Replay(store, selection, 4, group=rank, **options) as replay:
             with pytest.raises(NotEnoughRowsError, match="no rank expects writers"):
                 replay.sample()
@@ -188,6 +189,7 @@ def test_ranks_end_a_wait_for_rows_together(store_name: Callable[[], str], ranks
         ({"prefetch": 0}, r"prefetch is 2 on rank 0 and 0 on rank 1"),
         ({"num_batches": 3}, r"num_batches is None on rank 0 and 3 on rank 1"),
         ({"min_rows": 7}, r"min_rows is 1 on rank 0 and 7 on rank 1"),
+        ({"min_steps": 7}, r"min_steps is 0 on rank 0 and 7 on rank 1"),
     ],
 )
 def test_ranks_that_disagree_are_told_so(
@@ -269,9 +271,7 @@ def test_a_group_on_two_shards_stops_no_job(sharded_stores: Callable[..., list[g
         selection = GroupSampling("group", 4, seed=1)
         rank.all_gather_object(None)
         with gt.Replay(store, selection, B, output="numpy", group=rank, prefetch=0) as replay:
-            with pytest.raises(
-                SplitGroupError, match=r"group 1000 of 'group' has rows in 2 shards \(2 in shard 0, 2 in"
-            ):
+            with pytest.raises(SplitGroupError, match=r"group group=1000 has rows in 2 shards \(2 in shard 0, 2 in"):
                 replay.sample()
             if rank.rank == 0:
                 store.delete(keys[0] + keys[1])

@@ -346,7 +346,7 @@ def test_a_batch_takes_a_status_with_updates_an_outcome_and_the_rows(
         statuses, outcomes, rows = (rank.posts[at::3] for at in range(3))
         assert len(rank.posts) == 3 * (batches - 1)  # the first batch waits for its updates
         assert all(messages == size - 1 for messages, _ in [*statuses, *outcomes])
-        assert sum(nbytes for _, nbytes in statuses) == 56 * (size - 1) * len(statuses) + 32 * given_to_others
+        assert sum(nbytes for _, nbytes in statuses) == 64 * (size - 1) * len(statuses) + 32 * given_to_others
         assert all(nbytes == outcome * (size - 1) for _, nbytes in outcomes)
         assert (sum(nbytes for _, nbytes in rows) > 0) <= (sent_bytes > 0)
         return given_to_others

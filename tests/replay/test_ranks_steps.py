@@ -33,8 +33,8 @@ def goal_reward(achieved: np.ndarray, desired: np.ndarray) -> np.ndarray:
 
 VIEWS: dict[str, dict[str, Any]] = {
     "n-step": {"view": gt.Transitions(n_step=3, gamma=0.9)},
-    "stack": {"view": gt.Transitions(frame_stack=3, observations=["obs.state"])},
-    "both": {"view": gt.Transitions(n_step=2, frame_stack=2, observations=["obs.state"]), "fields": ["obs.state"]},
+    "stack": {"view": gt.Transitions(frame_stack=3, obs=["obs.state"])},
+    "both": {"view": gt.Transitions(n_step=2, frame_stack=2, obs=["obs.state"]), "fields": ["obs.state"]},
     "goals": {"view": gt.Transitions(hindsight=gt.Hindsight(k=2, reward=goal_reward))},
     "stacked goals": {"view": gt.Transitions(frame_stack=2, hindsight=gt.Hindsight("episode", reward=goal_reward))},
     "window": {"window": 4},
@@ -259,7 +259,7 @@ def test_new_steps_of_growing_rows_are_drawn_over_ranks_as_they_are_published(pe
 
 def test_only_what_a_view_needs_travels() -> None:
     episodes = Episodes(60)
-    view = gt.Transitions(n_step=3, observations=["obs.state"])
+    view = gt.Transitions(n_step=3, obs=["obs.state"])
     options = {"view": view, "fields": ["obs.state", "action"], "assignment": "ordered", "prefetch": 0}
     with episodes.stores(2) as stores:
         batches, stats = over_ranks(stores, Uniform(seed=0, over="steps"), B, 10, **options)

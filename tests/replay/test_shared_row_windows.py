@@ -256,7 +256,7 @@ def test_few_steps_that_can_be_drawn_are_drawn_alike():
         (Uniform(seed=4, over="steps"), {"window": gt.Windows(3, whole=True)}),
         (Uniform(seed=4, over="steps"), {"window": gt.Windows(3, anchor="first", whole=True)}),
         (Uniform(seed=5, over="steps"), {"window": 3}),
-        (Uniform(seed=6, over="steps"), {"view": gt.Transitions(observations=["t"])}),
+        (Uniform(seed=6, over="steps"), {"view": gt.Transitions(obs=["t"])}),
         (Uniform(seed=7, over="steps"), {}),
         (Uniform(seed=8, over="steps"), {"window": gt.Windows(4, at="episode")}),
         (Epochs(seed=4, over="steps"), {"window": gt.Windows(3, whole=True)}),

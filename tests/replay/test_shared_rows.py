@@ -66,7 +66,7 @@ def record(store, mode, steps, n_envs=3, seed=0, publish_every=None):
                 reward=reward,
                 terminated=ends[0],
                 truncated=ends[1],
-                final_observation=finals,
+                final_obs=finals,
             )
             done = ends.any(0) & live
             for env in range(n_envs):

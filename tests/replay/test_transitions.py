@@ -305,7 +305,7 @@ def test_what_makes_no_transitions_is_refused():
         with pytest.raises(FieldError, match="need 'terminated', but the store"):
             gt.Replay(store, Uniform(), 2, view=view)
         with pytest.raises(FieldError, match="'pixels'"):
-            gt.Replay(store, Uniform(), 2, view=gt.Transitions(observations="pixels"))
+            gt.Replay(store, Uniform(), 2, view=gt.Transitions(obs="pixels"))
     with make_store(5) as store:
         with pytest.raises(ArgumentError, match="n_step=5 needs rows of at least 6 steps"):
             gt.Replay(store, Uniform(), 2, view=gt.Transitions(n_step=5))

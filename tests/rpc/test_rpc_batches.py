@@ -156,9 +156,9 @@ def test_calls_of_another_shape_dtype_or_number_of_arguments_are_a_batch_of_thei
 
     seen = []
 
-    def twice(observations: np.ndarray) -> np.ndarray:
-        seen.append((observations.shape, str(observations.dtype)))
-        return 2 * observations
+    def twice(obs: np.ndarray) -> np.ndarray:
+        seen.append((obs.shape, str(obs.dtype)))
+        return 2 * obs
 
     batcher = Batcher(twice, max_size=7, max_wait_us=None, max_queued=7, stack=True)
     given = [

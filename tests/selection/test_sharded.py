@@ -184,7 +184,7 @@ def test_what_cannot_be_drawn_is_the_same_error_on_all_ranks(cut: Callable[..., 
             global_batch(cut(shards, nothing), Prioritized(), 4, 0, None)
         with pytest.raises(NotEnoughRowsError, match=f"{N + 1} different rows were asked for, {N} can be drawn"):
             global_batch(cut(shards), Uniform(replacement=False), N + 1, 0, None)
-        with pytest.raises(NotEnoughRowsError, match="64 groups of 4 were asked for, 60 are whole"):
+        with pytest.raises(NotEnoughRowsError, match="64 groups of 4 were asked for, 60 of 60 are whole"):
             global_batch(cut(shards), GroupSampling(by="group", size=4), 256, 0, None)
         with pytest.raises(NotEnoughRowsError, match="different rows"):
             global_batch(cut(shards, nothing + (np.arange(N) == 3)), Prioritized(replacement=False), 4, 0, None)
@@ -269,7 +269,7 @@ def test_a_group_that_is_whole_only_over_several_shards_is_refused_by_all_ranks_
     run_ranks(3, body)
     assert len(said) == 3
     assert set(said) == {
-        "the group 1000 of 'group' has rows in 2 shards (2 in shard 0, 2 in shard 2), but groups of 4 are drawn as a "
+        "the group group=1000 has rows in 2 shards (2 in shard 0, 2 in shard 2), but groups of 4 are drawn as a "
         "whole: keep the rows of a group in one shard"
     }
     parts[0][0].delete(few + more)

@@ -60,32 +60,30 @@ def test_numbers_of_rows_are_no_masked_arrays(store):
     assert len(store) == 2
 
 
-@pytest.mark.parametrize("what", ["observation", "action", "terminated"])
+@pytest.mark.parametrize("what", ["obs", "action", "terminated"])
 def test_recorders_refuse_masked_arrays(name, what):
-    fields = gt.recorded_fields({"observation": gt.Field((2,), "float32"), "action": gt.Field((), "float32")})
+    fields = gt.recorded_fields({"obs": gt.Field((2,), "float32"), "action": gt.Field((), "float32")})
     given = {
-        "observation": np.zeros((2, 2), np.float32), "action": np.zeros(2, np.float32), "terminated": np.zeros(2, bool)
+        "obs": np.zeros((2, 2), np.float32), "action": np.zeros(2, np.float32), "terminated": np.zeros(2, bool)
     }  # fmt: skip
     with gt.Store.create(name, fields, max_length=4, capacity=8) as store:
         recorder = store.recorder(2)
-        recorder.reset(given["observation"])
+        recorder.reset(given["obs"])
         hidden = np.ma.array(given[what], mask=np.ones_like(given[what], bool))
         step = {**given, what: hidden}
         with pytest.raises(SchemaError, match=f"{what}.? is a {MASKED}"):
             recorder.step(
-                step["observation"], terminated=step["terminated"], truncated=np.zeros(2, bool), action=step["action"]
+                step["obs"], terminated=step["terminated"], truncated=np.zeros(2, bool), action=step["action"]
             )
-        recorder.step(
-            given["observation"], terminated=given["terminated"], truncated=np.zeros(2, bool), action=given["action"]
-        )
+        recorder.step(given["obs"], terminated=given["terminated"], truncated=np.zeros(2, bool), action=given["action"])
 
 
 def test_an_episode_recorder_refuses_masked_arrays(name):
-    fields = recorded_fields({"observation": gt.Field((2,), "float32"), "reward": gt.Field((), "float32")})
+    fields = recorded_fields({"obs": gt.Field((2,), "float32"), "reward": gt.Field((), "float32")})
     with gt.Store.create(name, fields, max_length=4, capacity=8) as store:
         recorder = EpisodeRecorder(store)
         with pytest.raises(SchemaError, match=MASKED):
-            recorder.begin({"observation": masked(2)})
+            recorder.begin({"obs": masked(2)})
 
 
 def test_weights_and_sums_refuse_masked_arrays(name):
@@ -119,7 +117,7 @@ def test_lazy_conjugates_and_negatives_are_stored_as_what_they_mean(name):
 
 def test_a_step_of_lazy_negatives_is_recorded_as_what_it_means(name):
     torch = pytest.importorskip("torch")
-    fields = gt.recorded_fields({"observation": gt.Field((), "float32"), "action": gt.Field((), "bfloat16")})
+    fields = gt.recorded_fields({"obs": gt.Field((), "float32"), "action": gt.Field((), "bfloat16")})
     negative = torch.conj(torch.full((2,), 5j)).imag
     with gt.Store.create(name, fields, max_length=4, capacity=8) as store:
         recorder = store.recorder(2)
@@ -128,7 +126,7 @@ def test_a_step_of_lazy_negatives_is_recorded_as_what_it_means(name):
         action = torch._neg_view(torch.full((2,), 5.0, dtype=torch.bfloat16))
         recorder.step(negative, terminated=ends, truncated=~ends, action=action)
         found = gt.fetch(store, store.keys())
-        assert found["action"][:, 0].tolist() == found["observation"][:, 0].tolist() == [-5.0, -5.0]
+        assert found["action"][:, 0].tolist() == found["obs"][:, 0].tolist() == [-5.0, -5.0]
 
 
 def test_a_lazy_negative_is_not_reduced_as_what_it_is_not():

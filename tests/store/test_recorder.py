@@ -84,27 +84,27 @@ def expected_rows(episode, max_length, overlap):
 def record(envs, recorder, steps, rng, check=None):
     """Acts at random in a vector environment, as its mode wants it."""
     disabled = envs.metadata["autoreset_mode"] == AutoresetMode.DISABLED
-    observation, _ = envs.reset()
-    recorder.reset(observation)
+    obs, _ = envs.reset()
+    recorder.reset(obs)
     completed = []
     for number in range(steps):
         actions = rng.integers(0, 1000, envs.num_envs)
-        observation, reward, terminated, truncated, info = envs.step(actions)
+        obs, reward, terminated, truncated, info = envs.step(actions)
         keys = recorder.step(
-            observation,
+            obs,
             action=actions,
             reward=reward,
             terminated=terminated,
             truncated=truncated,
-            final_observation=info.get("final_obs"),
+            final_obs=info.get("final_obs"),
             version=number,
         )
         completed += [] if keys is None else list(keys)
         if check is not None:
             check()
         if disabled and (terminated | truncated).any():
-            observation, _ = envs.reset(options={"reset_mask": terminated | truncated})
-            recorder.reset(observation, mask=terminated | truncated, version=number)
+            obs, _ = envs.reset(options={"reset_mask": terminated | truncated})
+            recorder.reset(obs, mask=terminated | truncated, version=number)
     return completed
 
 
@@ -172,20 +172,20 @@ def test_a_cut_of_a_wrong_mask_loses_no_episode():
     [
         ({"reward": np.ones(3)}, SchemaError, r"'reward' of 2 environments has shape \(3,\); the store takes \(2,\)"),
         ({"action": np.ones(2)}, SchemaError, "'action' holds int32, found float64"),
-        ({"observation": np.ones((2, 4))}, SchemaError, r"has shape \(2, 4\); the store takes \(2, 3\)"),
+        ({"obs": np.ones((2, 4))}, SchemaError, r"has shape \(2, 4\); the store takes \(2, 3\)"),
         ({"terminated": np.zeros(2)}, SchemaError, r"`terminated` must be bool \(2,\)"),
         ({"truncated": np.zeros(3, bool)}, SchemaError, r"found bool \(3,\)"),
         ({"mask": np.zeros(1, bool)}, SchemaError, r"`mask` must be bool \(2,\)"),
         ({"speed": np.zeros(2)}, FieldError, r"missing \[\], unknown \['speed'\]"),
-        ({"final_observation": np.zeros((2, 3))}, ArgumentError, "for autoreset='same_step'"),
-        ({"observation": {"obs": np.zeros((2, 3)), "x": 0}}, FieldError, "the observation has obs, x"),
+        ({"final_obs": np.zeros((2, 3))}, ArgumentError, "for autoreset='same_step'"),
+        ({"obs": {"obs": np.zeros((2, 3)), "x": 0}}, FieldError, "the observation has obs, x"),
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_recorded(change, error, words):
     with store_of(4) as store:
         recorder = store.recorder(2)
         recorder.reset(np.zeros((2, 3)))
-        good = {"observation": np.ones((2, 3)), "action": np.ones(2, int), "reward": np.ones(2), **flags(2)}
+        good = {"obs": np.ones((2, 3)), "action": np.ones(2, int), "reward": np.ones(2), **flags(2)}
         with pytest.raises(error, match=words):
             recorder.step(**{**good, **change})
         with pytest.raises(FieldError, match=r"missing \['action'\]"):
@@ -217,13 +217,13 @@ def test_a_recorder_that_does_not_fit_its_store_is_refused():
             with pytest.raises(ArgumentError):
                 store.recorder(**bad)
         with pytest.raises(FieldError, match="no field 'y'"):
-            store.recorder(2, observations=["y"])
+            store.recorder(2, obs=["y"])
 
 
 def test_an_environment_without_an_episode_is_named():
     with store_of(4) as store:
         recorder = store.recorder(2, autoreset="disabled")
-        step = {"observation": np.ones((2, 3)), "action": np.ones(2, int), "reward": np.ones(2)}
+        step = {"obs": np.ones((2, 3)), "action": np.ones(2, int), "reward": np.ones(2)}
         recorder.reset(np.zeros((2, 3)), mask=np.array([True, False]))
         assert recorder.in_episode(0)
         assert not recorder.in_episode(1)
@@ -234,17 +234,17 @@ def test_an_environment_without_an_episode_is_named():
             recorder.step(**step, **flags(2))
         same = store.recorder(1, autoreset="same_step")
         same.reset(np.zeros(3))
-        with pytest.raises(SchemaError, match="final_observation"):
+        with pytest.raises(SchemaError, match="final_obs"):
             same.step(np.ones(3), action=1, reward=1.0, terminated=True, truncated=False)
         with pytest.raises(SchemaError, match="no final observation"):
-            same.step(np.ones(3), action=1, reward=1.0, terminated=True, truncated=False, final_observation=[None])
+            same.step(np.ones(3), action=1, reward=1.0, terminated=True, truncated=False, final_obs=[None])
 
 
 def test_a_full_store_leaves_the_step_to_be_given_again():
     with store_of(4, capacity=4) as store:
         recorder = store.recorder(2)
         recorder.reset(np.zeros((2, 3)))
-        step = {"observation": np.ones((2, 3)), "action": np.ones(2, int), "reward": np.ones(2)}
+        step = {"obs": np.ones((2, 3)), "action": np.ones(2, int), "reward": np.ones(2)}
         recorder.step(**step, **flags(2, [0, 1]))
         others = store.rows(4)
         with pytest.raises(StoreFullError):
@@ -260,7 +260,7 @@ def test_the_rate_limiter_holds_back_rows_and_the_step_can_be_given_again():
     with store_of(4) as store:
         store.limiter.set(samples_per_insert=1, min_size_to_sample=1, error_buffer=2)
         recorder = store.recorder(1, autoreset="disabled")
-        step = {"observation": np.ones(3), "action": 1, "reward": 1.0, "terminated": True, "truncated": False}
+        step = {"obs": np.ones(3), "action": 1, "reward": 1.0, "terminated": True, "truncated": False}
         store.limiter.stopping = lambda: True
         rows = 0
         with pytest.raises(CallCancelledError):
@@ -365,7 +365,7 @@ def test_rows_of_64_steps_take_at_most_1_1_times_the_data(store_name):
         for _ in range(5000):
             ends -= 1
             over = ends == 0
-            recorder.step(zeros, action=action, reward=reward, terminated=over, truncated=no, final_observation=zeros)
+            recorder.step(zeros, action=action, reward=reward, terminated=over, truncated=no, final_obs=zeros)
             ends[over] = rng.integers(1, 1001, int(over.sum()))
             if store.stats()["evicted"]:
                 break

@@ -46,12 +46,12 @@ def test_dicts_of_observations_are_fields_by_dotted_names():
         recorder.step(seen(1), reward=np.ones(2), **flags(2))
         final = np.full(2, None, object)
         final[1] = {"pixels": np.full((2, 2), 9, np.uint8), "pose": {"arm": np.full(2, 4.5)}}
-        key = recorder.step(seen(2), reward=np.ones(2), final_observation=final, **flags(2, [1]))
+        key = recorder.step(seen(2), reward=np.ones(2), final_obs=final, **flags(2, [1]))
         batch = gt.fetch(store, key, output="numpy")
         assert batch["obs.pixels"][0, :, 0, 0].tolist() == [0, 1, 9, 0]
         assert batch["obs.pose.arm"][0, :, 0].tolist() == [0, 0.5, 4.5, 0]
         whole = {"obs.pixels": np.full((2, 2, 2), 8, np.uint8), "obs.pose.arm": np.full((2, 2), 4, np.float16)}
-        key = recorder.step(seen(3), reward=np.ones(2), final_observation=whole, **flags(2, [0]))
+        key = recorder.step(seen(3), reward=np.ones(2), final_obs=whole, **flags(2, [0]))
         batch = gt.fetch(store, key, output="numpy")
         assert batch["obs.pixels"][0, :, 0, 0].tolist() == [0, 1, 2, 8]
         with pytest.raises(FieldError, match=r"has no 'obs\.pose\.arm'"):
@@ -90,8 +90,8 @@ def test_floats_of_another_width_are_converted_by_value(field, given):
         recorder.step(numbers + 1, reward=numbers[:, 0], **flags(2))
         # One final observation for all environments, or one for each: both are converted.
         final = numbers - 1
-        recorder.step(numbers, reward=numbers[:, 1], final_observation=final, **flags(2, [0]))
-        recorder.step(numbers, reward=numbers[:, 1], final_observation=list(final), **flags(2, [1]))
+        recorder.step(numbers, reward=numbers[:, 1], final_obs=final, **flags(2, [0]))
+        recorder.step(numbers, reward=numbers[:, 1], final_obs=list(final), **flags(2, [1]))
         first, second = (gt.fetch(store, store.keys()[[n]]) for n in (0, 1))
         assert first["obs"][0].float().tolist() == [[1.5, -2.0], [2.5, -1.0], [0.5, -3.0], [0, 0]]
         assert second["obs"][0].float().tolist() == [[0.25, 3.0], [1.25, 4.0], [0.25, 3.0], [-0.75, 2.0]]
@@ -120,7 +120,7 @@ def test_no_final_observation_is_wanted_of_environments_that_took_no_step():
         recorder = store.recorder(2, autoreset="same_step")
         recorder.reset(np.zeros((2, 3)))
         step = {"action": np.zeros(2, np.int32), "reward": np.ones(2), "mask": np.array([True, False])}
-        keys = recorder.step(np.ones((2, 3)), final_observation=[np.full(3, 7), None], **step, **flags(2, [0, 1]))
+        keys = recorder.step(np.ones((2, 3)), final_obs=[np.full(3, 7), None], **step, **flags(2, [0, 1]))
         assert len(keys) == 1 and rows_of(store)[0]["obs"][1].tolist() == [7, 7, 7]
 
 

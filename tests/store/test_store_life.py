@@ -47,9 +47,10 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "commit": (ONE, None, None, None),
     "commit_one": (0, 1, 1.0, 0),
     "publish_one": (0, 1, 1.0, 0),
-    "limit": (True, 1.0, 1, 9.0, True),
+    "limit": (True, 1.0, 1, 9.0, True, False),
     "limiter": (),
     "limited": (),
+    "limited_by_steps": (),
     "admit_inserts": (1, 0.0),
     "admit_samples": (1, 0.0),
     "give_back": (1, 1),
@@ -97,6 +98,9 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "clients": (),
     "lock_holder": (),
     "committed_count": (),
+    "step_count": (),
+    "step_count_up_to": (1,),
+    "counted_steps": (0, 1),
     "total_priority": (),
     "next_sequence": (),
     "reap": (),
@@ -126,7 +130,8 @@ ALLOWED = {"create", "attach", "describe", "close", "closed", "read_only", "time
 READS = {
     "counters", "column", "segment", "layout", "limiter", "limited", "keys", "infos", "lengths", "live_clients",
     "closed_in_order", "clients", "lock_holder",
-    "committed_count", "total_priority", "next_sequence", "unlink", "keep_segment", "journal_state",
+    "committed_count", "step_count", "step_count_up_to", "counted_steps", "limited_by_steps",
+    "total_priority", "next_sequence", "unlink", "keep_segment", "journal_state",
     "new_priority", "max_priority",
 }  # fmt: skip
 

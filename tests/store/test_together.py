@@ -123,12 +123,12 @@ def test_a_recorder_whose_finalizer_is_interrupted_gives_its_rows_back(name, mon
         assert store.stats()["writing"] == 0
 
 
-@pytest.mark.parametrize("taken", ["mask", "version", "final_observation", "observation"])
+@pytest.mark.parametrize("taken", ["mask", "version", "final_obs", "observation"])
 def test_a_field_that_a_step_could_not_be_given_is_refused_at_once(taken):
     fields = recorded_fields({"obs": gt.Field((), "float32"), taken: gt.Field((), "int64")})
     with gt.Store.create(fields, max_length=10, capacity=8) as store:
         with pytest.raises(FieldError, match=f"'{taken}' means something else"):
-            store.recorder(observations="obs")
+            store.recorder(obs="obs")
 
 
 def test_a_mark_of_damage_that_is_left_beside_an_audit_stays(name):

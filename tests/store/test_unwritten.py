@@ -139,10 +139,10 @@ def test_a_recorder_refuses_a_field_that_it_does_not_fill_unless_zeros_names_it(
         with pytest.raises(FieldError, match="does not fill; it writes 'obs'"):
             make(store, zeros=["obs"])
         with make(store, zeros=["agent"]) as recorder:
-            many = {"observations": {"ann": np.ones(1)}} if hasattr(recorder, "agents") else None
-            recorder.reset(many["observations"] if many else np.ones((1, 1)))
+            many = {"obs": {"ann": np.ones(1)}} if hasattr(recorder, "agents") else None
+            recorder.reset(many["obs"] if many else np.ones((1, 1)))
             flag = {"ann": True} if many else np.array([True])
-            key = recorder.step(many["observations"] if many else np.ones((1, 1)), terminated=flag, truncated=flag)
+            key = recorder.step(many["obs"] if many else np.ones((1, 1)), terminated=flag, truncated=flag)
         assert gt.fetch(store, key, output="numpy")["agent"].tolist() == [0]
 
 

@@ -43,7 +43,7 @@ class Numbers:
         self._next = 0
         self._shape = shape
 
-    def act(self, observation):
-        n = len(observation)
+    def act(self, obs):
+        n = len(obs)
         self._next += 1
         return np.full((n, *self._shape), self._next - 1, np.int64), {"twice": np.full(n, 2.0 * (self._next - 1))}

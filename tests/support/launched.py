@@ -33,8 +33,8 @@ class Doubling:
 
     version = 0
 
-    def act(self, observation):
-        action = observation[:, 1].astype(np.int64)
+    def act(self, obs):
+        action = obs[:, 1].astype(np.int64)
         return action, {"twice": 2.0 * action}
 
 
@@ -51,8 +51,8 @@ def serve(context):
     reader = context.reader()
 
     @rpc.batched(max_size=4, max_wait_us=2000, stack=True)
-    def act(observations):
-        steps = observations[:, 1].astype(np.int64)
+    def act(obs):
+        steps = obs[:, 1].astype(np.int64)
         version = reader.version or 0
         context.report(steps=rpc.batch_stats(act).calls, version=version)
         return {"action": steps, "twice": 2.0 * steps, "version": np.full(len(steps), version)}
@@ -110,7 +110,7 @@ def check(batch, rests=False):
 
     They count from 0, but for `rests` of episodes whose beginnings were lost with a store's server.
     """
-    steps = batch["observation"][:, :, 1]
+    steps = batch["obs"][:, :, 1]
     acted = batch.mask & ~batch["last"]
     count = np.arange(steps.shape[1])
     first = batch.mask.argmax(axis=1)
@@ -120,7 +120,7 @@ def check(batch, rests=False):
     assert (batch["last"] & batch.mask).sum(axis=1).tolist() == [1] * len(steps)
     assert (batch["action"][acted] == steps[acted]).all()
     assert (batch["twice"][acted] == 2 * steps[acted]).all()
-    episode = batch["observation"][:, :, 0]
+    episode = batch["obs"][:, :, 0]
     assert (episode == np.take_along_axis(episode, first[:, None], 1))[batch.mask].all()
 
 

@@ -61,7 +61,7 @@ def steps(name: str) -> None:
     from recorded_shards import Episodes
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    episodes, view = Episodes(200), gt.Transitions(n_step=2, observations=["obs.state"])
+    episodes, view = Episodes(200), gt.Transitions(n_step=2, obs=["obs.state"])
     selection = Prioritized(seed=3, beta=0.5)
     with gt.Store.create(f"{name}-{rank}", EPISODE_FIELDS, max_length=12, capacity=201, priority_per="step") as store:
         episodes.insert(store, 200 * rank // size, 200 * (rank + 1) // size)

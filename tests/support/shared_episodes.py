@@ -72,7 +72,7 @@ class Environments:
             action=np.array([mixed(*episode, step, 1) for episode, step in self.at], np.uint64),
             terminated=ends,
             truncated=np.zeros(ENVIRONMENTS, bool),
-            final_observation=final,
+            final_obs=final,
         )
         ended = [episode for (episode, _), end in zip(self.at, ends, strict=True) if end]
         self.at = after

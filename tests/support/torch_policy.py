@@ -7,8 +7,8 @@ from counting import Numbers
 
 
 class Threads(Numbers):
-    def act(self, observation):
-        return super().act(observation)[0] * 0 + torch.get_num_threads(), {}
+    def act(self, obs):
+        return super().act(obs)[0] * 0 + torch.get_num_threads(), {}
 
 
 def policy(context):

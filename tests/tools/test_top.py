@@ -373,6 +373,7 @@ def test_all_hosts_of_a_job_are_asked_through_their_launchers(
 @pytest.mark.parametrize(("names", "what"), [(["a"], "the store a (8.0 MB)"), (["a", "b"], "2 stores (a, b; 16.0 MB)")])
 def test_stores_that_nobody_uses_are_named_with_their_bytes(names: list[str], what: str) -> None:
     limiter = {"enabled": False, "lead": 0.0, "samples_per_insert": 0.0, "error_buffer": 1.0, "min_size_to_sample": 1}
+    limiter |= {"selectable": 1, "unit": "rows"}
     stores = [{"name": n, "clients": [], "bytes": 8_000_000, "rates": {}, "rows": 1, "limiter": limiter} for n in names]
     texts = [each.text for each in find_causes([snapshot(stores=stores)])]
     assert f"no process uses {what}: `geartrain remove NAME` frees the memory" in texts

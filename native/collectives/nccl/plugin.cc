@@ -196,6 +196,7 @@ NcclResult result_of(ErrorKind kind) {
       return kNcclRemoteError;
     case ErrorKind::untrusted:
       return kNcclInvalidUsage;
+    case ErrorKind::io:
     case ErrorKind::os:
     case ErrorKind::no_space:
       return kNcclSystemError;

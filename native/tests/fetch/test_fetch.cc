@@ -233,15 +233,17 @@ TEST(rows_go_to_the_places_that_are_asked_for_and_nowhere_else) {
 TEST(windows_of_a_row_are_those_of_a_slow_count) {
   for (uint32_t length = 1; length <= 7; ++length) {
     for (uint32_t stride = 1; stride <= 5; ++stride) {
-      for (int which = 0; which < 4; ++which) {
-        const WindowPlan plan{length, stride, (which & 1) != 0, (which & 2) != 0};
+      for (uint32_t which = 0; which < 4 * length; ++which) {  // and steps behind the anchor
+        const WindowPlan plan{length, stride, (which & 1) != 0, (which & 2) != 0, WindowPlan::At::drawn, which / 4};
+        if (plan.from_first && plan.after != 0) continue;
         check(plan);
+        const uint32_t after = plan.from_first ? length - 1 : plan.after, before = length - 1 - after;
+        const uint32_t behind = plan.whole ? after : 0;  // the last anchor
         for (uint32_t row = 0; row <= 12; ++row) {
           std::vector<uint32_t> slow;  // from the row's first anchor on
-          for (uint32_t step = 0; step < row; ++step) {
-            if ((plan.from_first ? step : row - 1 - step) % stride != 0) continue;
-            const bool is_whole = plan.from_first ? step + length <= row : step + 1 >= length;
-            if (is_whole || !plan.whole) slow.push_back(step);
+          for (uint32_t step = 0; step + behind < row; ++step) {
+            if ((plan.from_first ? step : row - 1 - behind - step) % stride != 0) continue;
+            if (!plan.whole || (step >= before && step + after < row)) slow.push_back(step);
           }
           CHECK_EQ(plan.count(row), static_cast<uint32_t>(slow.size()));
           for (uint32_t number = 0; number < slow.size(); ++number) CHECK_EQ(plan.anchor(row, number), slow[number]);
@@ -271,6 +273,12 @@ TEST(windows_of_a_row_are_those_of_a_slow_count) {
   CHECK_THROWS(schema,
                check(WindowPlan{.length = 3, .whole = true, .from_first = true, .at = WindowPlan::At::episode}));
   CHECK_THROWS(schema, check(WindowPlan{.length = 3, .at = static_cast<WindowPlan::At>(4)}));
+  CHECK_THROWS(schema, check(WindowPlan{.length = 3, .after = 3}));
+  check(WindowPlan{.length = 3, .fields = {std::nullopt, FieldSteps{}, FieldSteps{{{2, 1}, {0, 2}}, 3}}});
+  for (const FieldSteps& bad :
+       {FieldSteps{{{2, 2}}, 2}, FieldSteps{{{0, 0}}, 0}, FieldSteps{{{0, 1}}, 2}, FieldSteps{{{0, 2}}, 2, false}}) {
+    CHECK_THROWS(schema, check(WindowPlan{.length = 3, .fields = {bad}}));
+  }
 }
 
 }  // namespace

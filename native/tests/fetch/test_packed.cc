@@ -551,6 +551,7 @@ TEST(rows_that_are_rewritten_freed_and_inserted_anew_are_read_whole_or_torn) {
         CHECK(std::equal(expected.prompt.begin(), expected.prompt.end(), prompts.begin() + static_cast<long>(prompt)));
         CHECK(std::equal(expected.ids.begin(), expected.ids.end(), all.begin() + static_cast<long>(at)));
       }
+      CHECK(any.torn()[i] == 0 || of_prompt + tokens == 0);
       prompt += of_prompt, at += tokens;
     }
   }

@@ -27,7 +27,7 @@ struct Copied {
     for (uint32_t f = 0; f < kFields; ++f) {
       fields[f] = {f, nullptr};
       offsets[f] = bytes;
-      bytes += room * fetched_row_bytes(store, f, window);
+      bytes += room * fetched_row_bytes(store, f, window, nullptr);
     }
     request.rows.window = window;
     request.rows.fields = fields;

@@ -402,7 +402,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     use(*store);
     store->close(true);
   } catch (const Error& error) {
-    if (error.kind == ErrorKind::os || error.kind == ErrorKind::lock_timeout) throw;  // slow, or not understood
+    if (error.kind == ErrorKind::io || error.kind == ErrorKind::lock_timeout) throw;  // slow, or not understood
   }
   return 0;
 }

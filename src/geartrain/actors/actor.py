@@ -19,7 +19,7 @@ from geartrain.actors.recorder import absent_values, check_fields
 from geartrain.actors.remote_store import RemoteRecorder, RemoteStore
 from geartrain.core.arguments import check_function, check_whole, shown, whole_number
 from geartrain.errors import ArgumentError, CallCancelledError
-from geartrain.store.recorder import StepRecorder, unfilled_fields
+from geartrain.store.recorder import OBSERVATIONS, StepRecorder, unfilled_fields
 from geartrain.store.store import Store
 
 
@@ -53,7 +53,7 @@ class Actor:
 
     Args:
         environments: a `VectorEnv`, or anything that `environments_of` adapts.
-        policy: a `Policy`: anything with a `version` and with `act(observation)`, which returns the actions, alone or
+        policy: a `Policy`: anything with a `version` and with `act(obs)`, which returns the actions, alone or
             with extras.
         store: a store of this host, or of a peer (`RemoteStore`), with the fields of the environments
             (`recorded_fields`) and one for each extra. Fields without values are zeros.
@@ -87,7 +87,7 @@ class Actor:
     ) -> None:
         whole_number("seed", seed, 2**63 - 1)
         if not callable(getattr(policy, "act", None)) or not hasattr(policy, "version"):
-            raise ArgumentError(f"a policy needs act(observation) and a version, found {shown(policy)}")
+            raise ArgumentError(f"a policy needs act(obs) and a version, found {shown(policy)}")
         self.environments: VectorEnv = environments_of(environments)
         self.policy = policy
         self.store = store
@@ -98,17 +98,17 @@ class Actor:
         self._rows = 0  # of recorders before this one
         self._partial = np.zeros(self.environments.n, bool)  # a part of the episode was lost with its recorder
         self._returns = np.zeros(self.environments.n)
-        self._observation: Arrays | None = None
+        self._obs: Arrays | None = None
         self._begins = np.ones(self.environments.n, bool)  # an episode begins with the current observation
         self._checked = False
         self._absent: dict[str, NDArray[Any]] = {}  # zeros, for fields that nobody gives
 
     def _made(self, store: Store | RemoteStore) -> StepRecorder | RemoteRecorder:
         check_fields(store)
-        observations = [name for name in store.fields if name.partition(".")[0] == "observation"]
+        obs = [name for name in store.fields if name.partition(".")[0] in OBSERVATIONS]
         return store.recorder(
             self.environments.n,
-            observations=observations,
+            obs=obs,
             autoreset="disabled",
             zeros=unfilled_fields(store.fields),
             **self._options,
@@ -178,22 +178,22 @@ class Actor:
     def step(self) -> None:
         """Takes one step of every environment."""
         began_s = time.perf_counter()
-        if self._observation is None:
-            self._observation = self.environments.reset(self._seed)
-        observation = self._observation
-        answer = read_answer(self.policy.act(observation), "the policy", self.environments.n)
+        if self._obs is None:
+            self._obs = self.environments.reset(self._seed)
+        obs = self._obs
+        answer = read_answer(self.policy.act(obs), "the policy", self.environments.n)
         actions, values = answer.actions, {**named("action", answer.actions), **answer.extras}
         version = self.policy.version if answer.version is None else answer.version  # of the model that chose them
         if not self._checked:
             check_fields(self.store, values, self.environments.n)
-            given = [*values, "reward", *self._recorder.observations]
+            given = [*values, "reward", *self._recorder.obs]
             self._absent = absent_values(self.store, given, self.environments.n)
             self._checked = True
         asked_s = time.perf_counter()
         stepped = self.environments.step(actions)
         stepped_s = time.perf_counter()
-        self._observation = stepped.next  # whether the step can be recorded or not
-        self._record(observation, values, stepped, version)
+        self._obs = stepped.next  # whether the step can be recorded or not
+        self._record(obs, values, stepped, version)
         stats = self.stats
         stats.version = version
         stats.steps += int(stepped.valid.sum())
@@ -212,8 +212,9 @@ class Actor:
         self.stats.rows = self._rows + self._recorder.rows
         self.environments.close()
 
-    def _record(self, observation: Arrays, values: dict[str, NDArray[Any]], stepped: StepResult, version: int) -> None:
-        before, after = named("observation", observation), named("observation", stepped.observation)
+    def _record(self, obs: Arrays, values: dict[str, NDArray[Any]], stepped: StepResult, version: int) -> None:
+        name = self._recorder.obs[0].partition(".")[0]
+        before, after = named(name, obs), named(name, stepped.obs)
         values = {**self._absent, **values, "reward": stepped.reward}
         rewards = stepped.reward.reshape(self.environments.n, -1).mean(1)
         begins = self._begins & stepped.valid

@@ -32,11 +32,11 @@ class Policy(Protocol):
 
     version: int
 
-    def act(self, observation: Arrays) -> Any:
+    def act(self, obs: Arrays) -> Any:
         """Actions for n environments, alone or with extras: an answer (geartrain/actors/answers.py).
 
         Args:
-            observation: by field, (n, ...).
+            obs: by field, (n, ...).
         """
         ...
 
@@ -61,13 +61,13 @@ class RandomPolicy:
         self._space = action_space
         self._space.seed(seed)
 
-    def act(self, observation: Arrays) -> Acted:
+    def act(self, obs: Arrays) -> Acted:
         """Random actions, (n, ...), without extras.
 
         Args:
-            observation: by field, (n, ...); only n counts.
+            obs: by field, (n, ...); only n counts.
         """
-        answer = join_answers([{"action": self._space.sample()} for _ in range(_rows(observation))], "the action space")
+        answer = join_answers([{"action": self._space.sample()} for _ in range(_rows(obs))], "the action space")
         return answer.actions, {}
 
 
@@ -75,7 +75,7 @@ class LocalPolicy:
     """A model in the actor's own process, which loads the trainer's newest weights.
 
     Args:
-        act: function `act(model, observation)` that returns an answer for n environments: the actions, alone or with
+        act: function `act(model, obs)` that returns an answer for n environments: the actions, alone or with
             extras (geartrain/actors/answers.py).
         model: a torch module, or anything with `load_state_dict`.
         reader: a `geartrain.weights.Reader`. None for a model that does not change.
@@ -111,11 +111,11 @@ class LocalPolicy:
         if reader is not None:
             self._load(reader.latest(timeout_s=timeout_s))
 
-    def act(self, observation: Arrays) -> Acted:
+    def act(self, obs: Arrays) -> Acted:
         """Actions and extras for n environments, (n, ...) each.
 
         Args:
-            observation: by field, (n, ...).
+            obs: by field, (n, ...).
 
         Raises:
             ArgumentError: the function returned something that is not an answer.
@@ -126,7 +126,7 @@ class LocalPolicy:
             if newest is not None and newest != self.version:
                 with suppress(WaitTimeoutError):  # it is being replaced: the next check finds it
                     self._load(self._reader.latest(timeout_s=0.0))
-        answer = read_answer(self._act(self._model, observation), "the function of a LocalPolicy", _rows(observation))
+        answer = read_answer(self._act(self._model, obs), "the function of a LocalPolicy", _rows(obs))
         self.version = self.version if answer.version is None else answer.version
         return answer.actions, answer.extras
 
@@ -155,7 +155,7 @@ class RemotePolicy:
         >>> import numpy as np
         >>> from geartrain import rpc
         >>> @rpc.function
-        ... def act(observation):
+        ... def act(obs):
         ...     return np.zeros(2, np.float32)
         >>> agent = rpc.Node("agent")
         >>> actor = rpc.Node("actor", peers={"agent": agent.address})
@@ -173,11 +173,11 @@ class RemotePolicy:
         self._retry_s = timeout(retry_s, "retry_s")
         self.version = 0
 
-    def act(self, observation: Arrays) -> Acted:
+    def act(self, obs: Arrays) -> Acted:
         """Actions and extras for n environments, (n, ...) each.
 
         Args:
-            observation: by field, (n, ...).
+            obs: by field, (n, ...).
 
         Raises:
             ArgumentError: the agent did not return one answer for each environment.
@@ -188,7 +188,7 @@ class RemotePolicy:
         until_s = time.monotonic() + self._retry_s
         while True:
             try:
-                answers = self._ask(observation)
+                answers = self._ask(obs)
                 break
             except (PeerLostError, TransportError):  # TransportError: the address is that of the lost process
                 if time.monotonic() >= until_s:
@@ -198,22 +198,22 @@ class RemotePolicy:
         self.version = self.version if answer.version is None else answer.version
         return answer.actions, answer.extras
 
-    def _ask(self, observation: Arrays) -> list[Any]:
+    def _ask(self, obs: Arrays) -> list[Any]:
         asked = [
-            self._node.call_async(self._peer, self._function, _row(observation, at), timeout_s=self._timeout_s)
-            for at in range(_rows(observation))
+            self._node.call_async(self._peer, self._function, _row(obs, at), timeout_s=self._timeout_s)
+            for at in range(_rows(obs))
         ]
         return [each.result() for each in asked]
 
 
-def _rows(observation: Arrays) -> int:
-    return len(next(iter(observation.values())) if isinstance(observation, dict) else observation)
+def _rows(obs: Arrays) -> int:
+    return len(next(iter(obs.values())) if isinstance(obs, dict) else obs)
 
 
-def _row(observation: Arrays, at: int) -> Any:
-    if isinstance(observation, dict):
-        return {name: array[at] for name, array in observation.items()}
-    return observation[at]
+def _row(obs: Arrays, at: int) -> Any:
+    if isinstance(obs, dict):
+        return {name: array[at] for name, array in obs.items()}
+    return obs[at]
 
 
 __all__ = ["Acted", "LocalPolicy", "Policy", "RandomPolicy", "RemotePolicy"]

@@ -101,29 +101,29 @@ class EpisodeRecorder:
         """Number of rows completed so far."""
         return 0 if self._steps is None else self._steps.rows
 
-    def begin(self, observation: Mapping[str, Any], version: int = 0, *, index: int | None = None) -> None:
+    def begin(self, obs: Mapping[str, Any], version: int = 0, *, index: int | None = None) -> None:
         """Begins an episode. An unfinished one is ended and kept.
 
         Args:
-            observation: the first observation, by field.
+            obs: the first observation, by field.
             version: version of the model that acts.
             index: if given, the arrays are of n environments and this is the index of the recorded one.
 
         Raises:
             ArgumentError: an observation is missing.
         """
-        if not isinstance(observation, Mapping):
-            raise ArgumentError(f"an observation is a dict of arrays by field, found {shown(observation)}")
-        if self._steps is None or set(self._steps.observations) != set(observation):
+        if not isinstance(obs, Mapping):
+            raise ArgumentError(f"an observation is a dict of arrays by field, found {shown(obs)}")
+        if self._steps is None or set(self._steps.obs) != set(obs):
             if self._steps is not None:
                 self._steps.cut()
-            self._steps = self._recorder(list(observation))
-        self._steps.reset(self._taken(observation, index), version=version)
+            self._steps = self._recorder(list(obs))
+        self._steps.reset(self._taken(obs, index), version=version)
 
     def step(
         self,
         values: Mapping[str, Any],
-        observation: Mapping[str, Any],
+        obs: Mapping[str, Any],
         *,
         terminated: bool,
         truncated: bool,
@@ -134,7 +134,7 @@ class EpisodeRecorder:
 
         Args:
             values: action, reward and the policy's extras, by field; missing ones are zero.
-            observation: all observation fields after the step, also at the end of an episode.
+            obs: all observation fields after the step, also at the end of an episode.
             terminated: the episode ended by its own rules.
             truncated: the episode was cut off.
             version: version of the model that chose the action.
@@ -144,9 +144,9 @@ class EpisodeRecorder:
             SchemaError: no episode was begun, or a value does not fit its field.
         """
         if self._steps is None or not self._steps.in_episode(0):
-            raise SchemaError("no episode was begun: call begin(observation) first")
+            raise SchemaError("no episode was begun: call begin(obs) first")
         return self._steps.record(
-            self._taken(observation, index),
+            self._taken(obs, index),
             {**self._absent, **self._taken(values, index)},
             terminated if terminated.__class__ is bool else _flag("terminated", terminated),
             truncated if truncated.__class__ is bool else _flag("truncated", truncated),
@@ -156,6 +156,16 @@ class EpisodeRecorder:
     def cut(self) -> Keys | None:
         """Ends the episode and keeps its steps, for example when the actor stops."""
         return None if self._steps is None else self._steps.cut()
+
+    def discard(self) -> Keys | None:
+        """Takes back the episode in progress or, until the next `begin`, the last one.
+
+        `StepRecorder.discard` says what that means.
+
+        Raises:
+            LockTimeoutError: another process holds the store's lock. Call `discard` again.
+        """
+        return None if self._steps is None else self._steps.discard(0)
 
     def _taken(self, arrays: Mapping[str, Any], index: int | None) -> dict[str, Any]:
         """One environment's values in the shapes and dtypes of the store: as an assignment to a NumPy array has it."""
@@ -185,10 +195,10 @@ class EpisodeRecorder:
             made[name] = value
         return made
 
-    def _recorder(self, observations: list[str]) -> StepRecorder:
+    def _recorder(self, obs: list[str]) -> StepRecorder:
         zeros = unfilled_fields(self.store.fields)  # as the steps' fields that nobody gives
-        made = self.store.recorder(1, observations=observations, autoreset="disabled", zeros=zeros, **self._options)
-        self._absent = absent_values(self.store, observations, 1)
+        made = self.store.recorder(1, obs=obs, autoreset="disabled", zeros=zeros, **self._options)
+        self._absent = absent_values(self.store, obs, 1)
         return made
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
@@ -263,7 +264,7 @@ class RemoteStore(ServedRows):
         self,
         n_envs: int = 1,
         *,
-        observations: Sequence[str] | None = None,
+        obs: Sequence[str] | None = None,
         publish_every: int | None = None,
         overlap: int = 0,
         priority: float | None = None,
@@ -274,17 +275,17 @@ class RemoteStore(ServedRows):
         """A recorder of the steps of `n_envs` environments in the peer's store.
 
         Args:
-            n_envs, observations, publish_every, overlap, priority, autoreset, zeros: as for `Store.recorder`.
+            n_envs, obs, publish_every, overlap, priority, autoreset, zeros: as for `Store.recorder`.
             max_in_flight: steps that are sent before the first is acknowledged; 0 waits for each.
 
         Raises:
             ArgumentError: an argument does not fit the store.
         """
         options: dict[str, Any] = {"publish_every": publish_every, "overlap": overlap, "priority": priority}
-        if observations is not None and not isinstance(observations, str):
-            check_names_of("observations", observations)
-        if observations is not None:
-            options["observations"] = [observations] if isinstance(observations, str) else list(observations)
+        if obs is not None and not isinstance(obs, str):
+            check_names_of("obs", obs)
+        if obs is not None:
+            options["obs"] = [obs] if isinstance(obs, str) else list(obs)
         if zeros.__class__ is not tuple or zeros:
             options["zeros"] = check_texts("zeros", zeros)
         if autoreset is not None:
@@ -326,14 +327,14 @@ class RemoteRecorder:
 
     Attributes:
         n_envs: number of environments.
-        observations: names of the fields that are observations.
+        obs: names of the fields that are observations.
     """
 
     def __init__(
-        self, remote: Remote, n_envs: int, observations: tuple[str, ...], max_in_flight: int, store: RemoteStore
+        self, remote: Remote, n_envs: int, obs: tuple[str, ...], max_in_flight: int, store: RemoteStore
     ) -> None:
         self._remote = remote
-        self.n_envs, self.observations = n_envs, observations
+        self.n_envs, self.obs = n_envs, obs
         self._most, self._timeout_s = max_in_flight, store.timeout_s
         self._store = store
         self._sent: deque[Future] = deque()
@@ -342,21 +343,21 @@ class RemoteRecorder:
         self._completed: list[Keys] = []
         self._error: GeartrainError | None = None
 
-    def reset(self, observation: Any, *, mask: Any = None, version: int = 0) -> Keys | None:
+    def reset(self, obs: Any, *, mask: Any = None, version: int = 0) -> Keys | None:
         """Begins an episode in every environment. An episode in progress is ended and kept.
 
         Args:
-            observation, mask, version: as for `StepRecorder.reset`.
+            obs, mask, version: as for `StepRecorder.reset`.
         """
-        return self._send("reset", {"observation": _plain(observation), "mask": _plain(mask), "version": version})
+        return self._send("reset", {"obs": _plain(obs), "mask": _plain(mask), "version": version})
 
     def step(
         self,
-        observation: Any,
+        obs: Any,
         *,
         terminated: Any,
         truncated: Any,
-        final_observation: Any = None,
+        final_obs: Any = None,
         mask: Any = None,
         version: int = 0,
         **values: Any,
@@ -364,13 +365,13 @@ class RemoteRecorder:
         """Sends one step of all environments; returns keys of rows that were completed by now.
 
         Args:
-            observation, terminated, truncated, final_observation, mask, version, values: as for `StepRecorder.step`.
+            obs, terminated, truncated, final_obs, mask, version, values: as for `StepRecorder.step`.
         """
         flags = {"terminated": _plain(terminated), "truncated": _plain(truncated), "mask": _plain(mask)}
         given = {name: _plain(value) for name, value in values.items()}
-        given |= {"observation": _plain(observation), "version": version, **flags}
-        if final_observation is not None:
-            given["final_observation"] = _plain(final_observation)
+        given |= {"obs": _plain(obs), "version": version, **flags}
+        if final_obs is not None:
+            given["final_obs"] = _plain(final_obs)
         return self._send("step", given)
 
     def cut(self, mask: Any = None) -> Keys | None:
@@ -383,6 +384,29 @@ class RemoteRecorder:
         self._settle(0)
         rest = self._known()
         return rest if completed is None else completed if rest is None else completed + rest
+
+    def discard(self, env: int) -> Keys | None:
+        """Takes back an episode of one environment. All steps before are recorded when it returns.
+
+        Args:
+            env: as for `StepRecorder.discard`.
+
+        Returns:
+            As `StepRecorder.discard`.
+
+        Raises:
+            ArgumentError: there is no such environment.
+        """
+        if not 0 <= check_whole("env", env) < self.n_envs:
+            raise ArgumentError(f"env is the index of an environment, 0 to {self.n_envs - 1}; found {env}")
+        self._settle(0)
+        completed, self._completed = self._completed, []
+        try:
+            kept = self._send("discard", {"env": int(env)})
+            self._settle(0)
+            return self._known() if kept is None else kept
+        finally:
+            self._completed = completed + self._completed
 
     def close(self) -> None:
         """Ends all episodes and keeps their steps. Later calls raise."""
@@ -440,7 +464,7 @@ class RemoteRecorder:
             except IndexError:  # a signal's handler has taken it in
                 return
             try:
-                rows, keys = self._result(sent)
+                rows, keys, env = self._result(sent)
             except GeartrainError as error:
                 if self._most or isinstance(
                     error, PeerLostError | ConnectionClosedError | WaitTimeoutError | CallCancelledError
@@ -449,7 +473,7 @@ class RemoteRecorder:
                 raise
             self._rows = rows
             if keys is not None:
-                self._completed.append(unpack(keys))
+                self._completed.append(replace(unpack(keys), env=env))
 
     def _result(self, sent: Future) -> Any:
         """The reply to a step; waits for it, unless the store's `stopping` says otherwise."""

@@ -40,6 +40,8 @@ _ORDER_S = 60.0
 
 #: Keys between peers: rows, generations, steps or None, the store's id or None.
 PackedKeys = tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32] | None, int | None]
+#: Rows that a recorder has completed, and keys with their environments.
+RecorderReply = tuple[int, PackedKeys | None, NDArray[np.uint32] | None]
 
 
 class StoreServer:
@@ -230,16 +232,16 @@ class ServedRecorder:
         self._serving = serving
         self._store = store = serving()
         self._recorder: StepRecorder = store.recorder(n_envs, **options)
-        self.observations = self._recorder.observations
+        self.obs = self._recorder.obs
         self._lock = threading.RLock()
         self._turn = threading.Condition(self._lock)
         self._next = 0
         self._refused: str | None = None
 
-    def call(self, number: int | None, what: str, given: Mapping[str, Any]) -> tuple[int, PackedKeys | None]:
-        """One of `reset`, `step` and `cut`: rows completed so far, and the keys of those that it completes."""
-        if what not in ("reset", "step", "cut") or not isinstance(given, dict):
-            raise MessageError(f"a recorder is asked to reset, step or cut, not {what!r}")
+    def call(self, number: int | None, what: str, given: Mapping[str, Any]) -> RecorderReply:
+        """One of `reset`, `step`, `cut` and `discard`: rows completed so far, and the keys that it returns."""
+        if what not in ("reset", "step", "cut", "discard") or not isinstance(given, dict):
+            raise MessageError(f"a recorder is asked to reset, step, cut or discard, not {what!r}")
         if not (number is None or type(number) is int):
             raise MessageError("steps are numbered by whole numbers")
         if self._serving() is not self._store:
@@ -278,18 +280,18 @@ class ServedRecorder:
             with suppress(GeartrainError):
                 self._recorder.cut()
 
-    def _record(self, what: str, given: Mapping[str, Any]) -> tuple[int, PackedKeys | None]:
+    def _record(self, what: str, given: Mapping[str, Any]) -> RecorderReply:
         keys = getattr(self._recorder, what)(**given)
-        return self._recorder.rows, None if keys is None else pack(keys)
+        return self._recorder.rows, None if keys is None else pack(keys), None if keys is None else keys.env
 
 
 @_called("recorder")
 def _recorder(caller: Caller, name: str, n_envs: int, options: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
-    allowed = {"observations", "publish_every", "overlap", "priority", "autoreset", "zeros"}
+    allowed = {"obs", "publish_every", "overlap", "priority", "autoreset", "zeros"}
     if not isinstance(options, dict) or not set(options) <= allowed:
         raise MessageError(f"a recorder has {', '.join(sorted(allowed))}")
     made = ServedRecorder(lambda: _store_of(caller, name), n_envs, options)
-    return caller.keep(made), made.observations
+    return caller.keep(made), made.obs
 
 
 __all__ = ["StoreServer"]

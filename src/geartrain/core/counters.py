@@ -21,6 +21,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn, SupportsIndex
 
@@ -29,7 +30,14 @@ from numpy.typing import NDArray
 
 import geartrain.core.locks as locks
 from geartrain.core.arguments import did_you_mean, refuse_copies, some_of
-from geartrain.core.shared_files import cannot_make, open_shared, segments_directory, shared_files
+from geartrain.core.shared_files import (
+    cannot_make,
+    leftovers,
+    naming_errors,
+    open_shared,
+    segments_directory,
+    shared_files,
+)
 from geartrain.errors import (
     ArgumentError,
     GeartrainError,
@@ -114,28 +122,26 @@ class SharedCounters:
         remove_stale()
         unnamed = path.with_name(f"{_UNNAMED}{os.getpid()}-{secrets.token_hex(4)}")
         nbytes = _file_bytes(slots, len(columns))
+        fd = -1
         try:
             fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise cannot_make(path, error, nbytes) from None
-        try:
             locks.take(fd, locks.EXCLUSIVE, 0)
             # Allocated now: on a full file system a write to a mapping without memory behind it is SIGBUS.
             os.posix_fallocate(fd, 0, nbytes)
             memory = mmap.mmap(fd, 0)
             memory[: len(header)] = header
             os.link(unnamed, path)  # locked and with its header, or not at all
-        except FileExistsError:
-            os.close(fd)
-            raise StoreExistsError(f"counters named {name!r} exist already ({path})") from None
-        except OSError as error:
-            os.close(fd)
-            raise cannot_make(path, error, nbytes) from None
-        except BaseException:
-            os.close(fd)
+        except BaseException as error:
+            if fd >= 0:
+                os.close(fd)
+            if isinstance(error, FileExistsError):
+                raise StoreExistsError(f"counters named {name!r} exist already ({path})") from None
+            if isinstance(error, OSError) and not isinstance(error, GeartrainError):
+                raise cannot_make(path, error, nbytes) from None
             raise
         finally:
-            unnamed.unlink(missing_ok=True)
+            with suppress(OSError):
+                unnamed.unlink(missing_ok=True)
         return cls(path, memory, slots, columns, lock=fd)
 
     @classmethod
@@ -150,14 +156,16 @@ class SharedCounters:
         try:
             fd = open_shared(path)
         except FileNotFoundError:
+            there = _named(leftovers(f"{_PREFIX}*"))
             raise StoreMissingError(
                 f"there are no counters named {name!r} ({path}); existing ones are "
-                f"{some_of(names())}{did_you_mean(name, names())}"
+                f"{some_of(there)}{did_you_mean(name, there)}"
             ) from None
         try:
-            slots, columns = _read_header(fd)
-            memory = mmap.mmap(fd, _file_bytes(slots, len(columns)))
-        except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+            with naming_errors("cannot read the counters", path):
+                slots, columns = _read_header(fd)
+                memory = mmap.mmap(fd, _file_bytes(slots, len(columns)))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise IncompatibleStoreError(f"{path} does not have the counter format of this build: {error!r}") from None
         finally:
             os.close(fd)
@@ -206,7 +214,11 @@ class CountersInfo(NamedTuple):
 
 def names() -> list[str]:
     """Names of the counters on this host."""
-    return [path.name.removeprefix(_PREFIX) for path in shared_files(f"{_PREFIX}*")]
+    return _named(shared_files(f"{_PREFIX}*"))
+
+
+def _named(paths: list[Path]) -> list[str]:
+    return [path.name.removeprefix(_PREFIX) for path in paths]
 
 
 def describe(name: str) -> CountersInfo:
@@ -229,17 +241,19 @@ def unlink(name: str) -> bool:
 def remove_stale() -> list[str]:
     """Removes counters whose creators are gone; returns their names."""
     removed = []
-    for name in names():
+    for name in _named(leftovers(f"{_PREFIX}*")):
         path = _path(name)
-        if _is_stale(path):
-            path.unlink(missing_ok=True)
-            removed.append(name)
+        with suppress(OSError):
+            if _is_stale(path):
+                path.unlink(missing_ok=True)
+                removed.append(name)
     return removed
 
 
 def _remove(path: Path, lock: int, owner: int) -> None:
     if os.getpid() == owner:  # a forked child's exit removes nothing
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # without its lock, the next `create` removes it
+            path.unlink(missing_ok=True)
         os.close(lock)
 
 

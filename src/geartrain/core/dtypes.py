@@ -98,7 +98,10 @@ def as_dtype(dtype: object) -> Dtype:
         except (TypeError, ValueError):
             raise SchemaError(_unknown_dtype(dtype)) from None
         if not as_numpy.isnative:
-            raise SchemaError(f"dtype {as_numpy!r} is not in this machine's byte order")
+            raise SchemaError(
+                f"dtype {as_numpy.str!r} is not in this machine's byte order: store {as_numpy.name!r} and convert "
+                f"arrays with .astype({as_numpy.name!r})"
+            )
         name = as_numpy.name
     if name in _AMBIGUOUS:
         in_numpy, in_torch = _AMBIGUOUS[name]
@@ -184,7 +187,8 @@ def as_tensor(array: NDArray[Any], dtype: Dtype) -> torch.Tensor:
     if dtype.numpy_name is None:
         array = array.view(f"int{8 * dtype.itemsize}")  # torch.from_numpy knows signed integers of every size
         return torch.from_numpy(array).view(torch_dtype(dtype))
-    return torch.from_numpy(array.view(dtype.numpy_name))  # NumPy has two types of 64-bit integers, torch knows one
+    known = _NUMPY_DTYPES[dtype.name]  # NumPy has two types of 64-bit integers, torch knows one
+    return torch.from_numpy(array if array.dtype is known else array.view(known))
 
 
 #: Types that DLPack, NumPy and torch all have.

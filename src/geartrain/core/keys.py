@@ -37,6 +37,8 @@ class Keys:
             to.
         step: (n,) uint32, step of the row, for stores with `priority_per="step"`. Batches have it; `Store.insert` and
             `Store.keys` return keys of rows, with None.
+        env: (n,) index of the environment that each row was recorded from, in the keys that a recorder returns; of an
+            `AgentRecorder` the agent. None elsewhere.
 
     Raises:
         ArgumentError: an array has the wrong shape, or a number is out of range.
@@ -59,6 +61,7 @@ class Keys:
     draw: NDArray[np.int64] | None = None
     store: int | NDArray[np.uint64] | None = None
     step: NDArray[np.uint32] | None = None
+    env: NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
         row = _whole("rows", self.row, np.uint32)
@@ -73,6 +76,8 @@ class Keys:
         for name, dtype in (("shard", np.uint16), ("draw", np.int64), ("step", np.uint32)):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, self._column(name, dtype))
+        if self.env is not None and np.shape(self.env) != self.row.shape:
+            raise ArgumentError(f"{len(self.row)} keys have envs of shape {np.shape(self.env)}")
         store = self.store
         if store is None:
             return
@@ -130,7 +135,8 @@ class Keys:
         draw = None if self.draw is None else np.atleast_1d(self.draw[index])
         store = np.atleast_1d(self.store[index]) if isinstance(self.store, np.ndarray) else self.store
         step = None if self.step is None else np.atleast_1d(self.step[index])
-        return Keys(row, np.atleast_1d(self.generation[index]), shard, draw, store, step)
+        env = None if self.env is None else np.atleast_1d(self.env[index])
+        return Keys(row, np.atleast_1d(self.generation[index]), shard, draw, store, step, env)
 
     def __iter__(self) -> Iterator[Keys]:
         return (self[i] for i in range(len(self)))
@@ -197,10 +203,11 @@ class Keys:
         shard: NDArray[np.uint16] | None = None,
         draw: NDArray[np.int64] | None = None,
         step: NDArray[np.uint32] | None = None,
+        env: NDArray[Any] | None = None,
     ) -> Keys:
         """Internal: keys from arrays of the native layer, without a check."""
         made = cls.__new__(cls)
-        made.__dict__.update(row=row, generation=generation, shard=shard, draw=draw, store=store, step=step)
+        made.__dict__.update(row=row, generation=generation, shard=shard, draw=draw, store=store, step=step, env=env)
         return made
 
     def of_steps(self, step: ArrayLike) -> Keys:
@@ -245,6 +252,7 @@ class Keys:
         if steps and len(steps) != len(parts):
             raise ArgumentError("keys of steps cannot be joined with keys of rows: drop the steps with `without_steps`")
         draws = [part.draw for part in parts if part.draw is not None]
+        envs = [part.env for part in parts if part.env is not None]
         return Keys(
             np.concatenate([part.row for part in parts]),
             np.concatenate([part.generation for part in parts]),
@@ -252,6 +260,7 @@ class Keys:
             np.concatenate(draws) if draws and len(draws) == len(parts) else None,
             _joined_stores(parts),
             np.concatenate(steps) if steps else None,
+            np.concatenate(envs) if len(envs) == len(parts) else None,
         )
 
     def as_array(self) -> NDArray[np.int64]:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from geartrain.core.processes import at_end_of_forked_child, process_state
-from geartrain.core.shared_files import open_shared, segments_directory, shared_files
+from geartrain.core.shared_files import leftovers, open_shared, segments_directory, shared_files
 from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ArgumentError, GeartrainError
 
@@ -276,7 +276,7 @@ def remove_stale() -> list[str]:
     An unreadable or unfinished report belongs to the process whose pid is in its name.
     """
     removed = []
-    for path in shared_files(f"{_PREFIX}*"):
+    for path in leftovers(f"{_PREFIX}*"):
         if path.suffix not in (_SUFFIX, _UNFINISHED):
             continue
         with contextlib.suppress(GeartrainError, OSError):

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 import geartrain._native as _native
 from geartrain.core.arguments import check_choice
-from geartrain.errors import GeartrainError, NoSpaceError
+from geartrain.errors import GeartrainError, NoSpaceError, StoreIOError
 
 #: Numbers of the errors of a full file system, quota or limit of a file's size.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -50,13 +52,89 @@ def shared_files(pattern: str, directory: Path | None = None) -> list[Path]:
 
     Others may make files there too. Names that are no text are left out: no file of ours has one, and nothing that
     shows or sends names could take them.
+
+    Raises:
+        StoreIOError: the directory cannot be read.
     """
-    found = []
-    for path in (directory or segments_directory()).glob(pattern):
-        with contextlib.suppress(UnicodeEncodeError):
-            path.name.encode()
-            found.append(path)
-    return sorted(found)
+    directory, found = directory or segments_directory(), []
+    with naming_errors("cannot list the files in", directory):
+        for path in listed(directory, pattern):
+            with contextlib.suppress(UnicodeEncodeError):
+                path.name.encode()
+                found.append(path)
+    return found
+
+
+def leftovers(pattern: str, directory: Path | None = None) -> list[Path]:
+    """`shared_files` for a caller with something else to do: none where the directory cannot be read."""
+    try:
+        return shared_files(pattern, directory)
+    except StoreIOError:
+        return []
+
+
+def listed(directory: Path, pattern: str) -> list[Path]:
+    """The entries of a directory whose names match a pattern, sorted by name; none where there is no directory.
+
+    `Path.glob` takes a directory that this process may not read for an empty one.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    try:
+        names = os.listdir(directory)  # noqa: PTH208  # names, for the filter
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [directory / name for name in sorted(fnmatch.filter(names, pattern))]
+
+
+@contextlib.contextmanager
+def naming_errors(doing: str, path: Path, kind: type[GeartrainError] = StoreIOError) -> Iterator[None]:
+    """A block in which the system's bare errors become errors that name a file.
+
+    Args:
+        doing: what the block does, such as "cannot save the checkpoint". The path follows it.
+        path: the file or directory.
+        kind: the error to raise. A full file system is always a `NoSpaceError`.
+    """
+    try:
+        yield
+    except GeartrainError:  # which may be an `OSError` too, and has its path
+        raise
+    except OSError as error:
+        what = f"{doing} {path}: {error.strerror or error}"
+        if error.errno in FULL:
+            raise NoSpaceError(f"{what}; {room_in(path)}") from error
+        raise kind(what + advice(error)) from error
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A block that reads a user's file: the system's errors name it."""
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(error.errno, f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A block that writes a user's file: the system's errors name it, and a new file that is not whole is removed."""
+    there = os.path.lexists(path)
+    try:
+        yield
+    except OSError as error:
+        if not there:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise type(error)(error.errno, f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def advice(error: OSError) -> str:
+    """What helps against an error of the system, to be put behind its text; empty where nothing is known."""
+    if error.errno != errno.EMFILE:
+        return ""
+    return ". Raise this process's limit of open files (ulimit -n), or close some"
 
 
 def room_in(path: Path) -> str:
@@ -80,7 +158,9 @@ def cannot_make(path: Path, error: OSError, nbytes: int) -> GeartrainError:
             "or nr_inodes=...; docker run --shm-size=...), or set GEARTRAIN_DIR to a directory on another one in "
             "all processes"
         )
-    return GeartrainError(
+    if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return StoreIOError(f"{path} cannot be created: {error.strerror}{advice(error)}")
+    return StoreIOError(
         f"{path} cannot be created: {error.strerror}. Set GEARTRAIN_DIR, in all processes, to a directory that "
         "this process may write to"
     )

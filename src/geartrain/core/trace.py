@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.core.processes import at_end_of_forked_child
+from geartrain.core.shared_files import reading
 from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ArgumentError, GeartrainError
 
@@ -190,9 +191,10 @@ def load(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     A line that a full disk has cut is left out.
 
     Raises:
-        ArgumentError: it is no trace.
+        ArgumentError: it is no trace. OSError: it cannot be read.
     """
-    text = Path(path).read_text(errors="replace").rstrip().removesuffix("]").rstrip().removesuffix(",")
+    with reading(Path(path)):
+        text = Path(path).read_text(errors="replace").rstrip().removesuffix("]").rstrip().removesuffix(",")
     try:
         events = json.loads(text + "]")
     except (ValueError, RecursionError):

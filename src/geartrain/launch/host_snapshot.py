@@ -121,6 +121,7 @@ def _store(name: str, trust: Trust) -> dict[str, Any]:
     try:
         holder = store.native.lock_holder()
         limiter = store.limiter.state()
+        selectable = store.num_steps if limiter.enabled and limiter.unit == "steps" else len(store)
         about = store.native.describe()
         return {
             "name": name,
@@ -132,7 +133,7 @@ def _store(name: str, trust: Trust) -> dict[str, Any]:
             "clients": [{"pid": each["pid"], "rows": each["rows"]} for each in store.native.clients()],
             "lock_holder": process_of_thread(holder) if holder else None,
             "counters": store.stats(),
-            "limiter": {**asdict(limiter), "lead": limiter.lead},
+            "limiter": {**asdict(limiter), "lead": limiter.lead, "selectable": selectable},
             "tasks": tasks_of(store),
         }
     finally:

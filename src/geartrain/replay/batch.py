@@ -28,8 +28,8 @@ class _WeaklyReferable:
 class Batch(_WeaklyReferable):
     """A batch: `batch["obs"]` is a field of the sampled rows, (B, ...); metadata of the rows are attributes.
 
-    Fields with time have shape (B, W, ...) for windows of W steps, and (B, max_length, ...) for whole rows. Missing
-    steps are zero, and False in `mask`.
+    Fields with time have shape (B, W, ...) for windows of W steps, (B, max_length, ...) for whole rows, and (B, n, ...)
+    for n offsets of `Windows(offsets=...)`. Missing steps are zero, and False in `mask`.
 
     The arrays share one buffer, which is recycled when the last of them, and the last view into them, is dropped. A
     batch that you keep is never overwritten. All arrays support DLPack.
@@ -38,14 +38,16 @@ class Batch(_WeaklyReferable):
         fields: arrays by name. `for name in batch`, `batch.items()` and `batch.values()` work as for a dict;
             `dict(batch.fields)` is one.
         keys: keys of the rows, for `update_priorities`.
-        mask: (B, W) bool, True for a real step.
+        mask: (B, W) bool, True for a real step. `Windows.mask_of` has it for a field with offsets.
         start: (B,) int32, the first step of the row that the batch holds.
-        length: (B,) int32, steps of the whole row.
+        length: (B,) int32, steps of the whole row; 0 where a late group has no row (`GroupSampling(least=...)`).
         version: (B,) int64, version of the model that acted.
         probability: (B,) float64, probability of the row in one draw; None for a fetch by key.
         importance_weights: (B,) float64; None unless the strategy has them (`Prioritized(beta=...)`).
         step: number of the batch; None for a fetch by key.
         draw: (B,) int64, number of each row in the global batch; None if one rank has all of it.
+        context: (B,) int32, steps at the start of each row or window that repeat the row before (`overlap`); None for
+            transitions, if the store's rows repeat no steps, and if `fields=` leaves out "geartrain.repeats".
         cu_seqlens: (B + 1,) int32, where each row's steps begin in packed fields, which are (steps, ...) without a
             mask; None for padded windows.
 

@@ -16,6 +16,7 @@ from geartrain.replay.distributed.rank_group import RankGroup, SingleRank
 from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.distributed.torch_rank_group import as_rank_group
 from geartrain.replay.epochs import check_epochs
+from geartrain.replay.groups import check_grouping, device_for
 from geartrain.replay.local_rows import LocalRows
 from geartrain.replay.packed_batch import check_packed
 from geartrain.replay.sampler import StoreSampler
@@ -50,6 +51,8 @@ def open_builder(
         device=config.device is not None and of_job,
         windows=config.view is not None or config.window is not None,
     )
+    check_grouping(stores, selection, config.batch_size)
+    device = device_for(selection, config.device, of_job=of_job)
     view = config.view or as_windows(config.window)
     check_step_priorities(stores, selection, windows=view is not None, after=0 if view is None else view.needs[1])
 
@@ -61,12 +64,12 @@ def open_builder(
         return HostBatchBuilder(rows, config.transform)
 
     if group is None and mesh is None:
-        if config.device is None:
+        if device is None:
             return local(make(), config.update_lag, None), None
         if config.update_lag is None:
             from geartrain.replay.device.builder import DeviceBatchBuilder
 
-            on_device = DeviceBatchBuilder(make(), selection, config.batch_size, config.device)
+            on_device = DeviceBatchBuilder(make(), selection, config.batch_size, device)
             return on_device, on_device.close
         group = SingleRank()  # a group of one, whose updates wait as those of any group
     from geartrain.replay.distributed.lagged_rows import LaggedRows, check_lag

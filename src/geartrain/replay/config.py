@@ -14,6 +14,7 @@ from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch_plan import As, FetchPlan, Pad, check_names_of, check_same_schema
+from geartrain.replay.groups import rows_for
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.transitions import TransitionPlan, Transitions
 from geartrain.replay.windows import Windows, as_windows, check_windows
@@ -43,10 +44,12 @@ class ReplayOptions(TypedDict, total=False):
     fields: Sequence[str] | None
     window: int | Windows | None
     pad: Pad
+    first_only: Sequence[str]
     prefetch: int
     output: As
     num_batches: int | None
     min_rows: int | None
+    min_steps: int | None
     threads: int | None
     timeout_s: float
     update_lag: int | None
@@ -79,10 +82,12 @@ class ReplayConfig:
     fields: Sequence[str] | None = None
     window: int | Windows | None = None
     pad: Pad = "left"
+    first_only: Sequence[str] = ()
     prefetch: int = 2
     output: As = "torch"
     num_batches: int | None = None
     min_rows: int | None = None
+    min_steps: int | None = None
     threads: int | None = None
     timeout_s: float = 60.0
     inputs: Sequence[str] | None = None
@@ -99,10 +104,11 @@ class ReplayConfig:
             ("batch_size", self.batch_size, 1, MAX_DRAWS),
             ("prefetch", self.prefetch, 0, MAX_PREFETCH),
             ("min_rows", self.min_rows, 1, 2**32),
+            ("min_steps", self.min_steps, 1, 2**63 - 1),
             ("num_batches", self.num_batches, 0, 2**63 - 1),
             ("update_lag", self.update_lag, 0, MAX_UPDATE_LAG),
         ):
-            if value is None and what in ("min_rows", "num_batches", "update_lag"):
+            if value is None and what in ("min_rows", "min_steps", "num_batches", "update_lag"):
                 continue
             number = check_whole(what, value)
             if number < least:
@@ -117,6 +123,7 @@ class ReplayConfig:
         check_number("timeout_s", self.timeout_s, "from 0 to 1e9 seconds", least=0)
         if self.timeout_s > 1e9:
             raise ArgumentError(f"timeout_s must be from 0 to 1e9 seconds, found {self.timeout_s}")
+        check_names_of("first_only", self.first_only)
         for what, names in (("fields", self.fields), ("inputs", self.inputs), ("targets", self.targets)):
             if names is not None:
                 check_names_of(what, names)
@@ -148,6 +155,8 @@ class ReplayConfig:
             raise ArgumentError(f"a view is a geartrain.Transitions, found {view!r}")
         if self.window is not None or self.pad != "left":
             raise ArgumentError("a view places its own windows: leave out window and pad")
+        if self.first_only:
+            raise ArgumentError("a transition has no window whose first step could be taken: leave out first_only")
         if self.device is not None:
             raise ArgumentError("views are built in host memory: leave out device, and move batches with batch.to()")
         if self.inputs is not None or self.targets is not None:
@@ -195,15 +204,27 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
             if window is None:  # whole rows are whole episodes there
                 window, pad = Windows(store.max_length, at="episode"), "right"
                 check_windows(window, store, strategy)
-        plan = FetchPlan.make(store, fields, window, pad, config.output, config.threads)
+        plan = FetchPlan.make(store, fields, window, pad, config.output, config.threads, config.first_only)
         if samplers:
             check_same_schema([samplers[0].plan, plan])
             plan = plan.of_fields(samplers[0].plan.names)  # stores may have them in another order
         limited = store.options["max_times_sampled"] is not None
-        least = (config.batch_size if limited else 1) if config.min_rows is None else config.min_rows
+        least = config.min_rows
+        if least is None:
+            least = rows_for(strategy, config.batch_size) if limited else 1
         transitions = None if view is None else TransitionPlan(view, plan)
         mixed = isinstance(selection, Mixture)
-        samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, transitions=transitions, mixed=mixed))
+        samplers.append(
+            StoreSampler(
+                plan,
+                strategy,
+                least,
+                config.timeout_s,
+                transitions=transitions,
+                mixed=mixed,
+                min_steps=config.min_steps or 0,
+            )
+        )
     return samplers
 
 

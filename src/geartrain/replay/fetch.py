@@ -87,7 +87,8 @@ def fetch(
         fields: names of the fields to read; all by default.
         window: steps of each row, or `geartrain.Windows`; whole rows by default.
         ends: (n,) last step of each window; by default the step that the key names, or the row's last. The window holds
-            up to `window` steps, never a later one, and never one of another episode in rows of several.
+            up to `window` steps, never a later one, and never one of another episode in rows of several. With
+            `Windows(offsets=...)` the steps that offsets count from.
         starts: (n,) first step of each window, instead of `ends`. By default `Windows(anchor="first")` begins at the
             step that the key names, or the row's first; `Windows(at="episode")` where its episode begins.
         pad: side of the missing steps: "left" or "right". They are zero, and False in the batch's mask.
@@ -271,6 +272,10 @@ def _told_windows(window: int | Windows | None, ends: ArrayLike | None, starts: 
         return windows if starts is None or windows is None else Windows(windows.length, anchor="first")
     if window.function is not None or window.stride != 1:
         raise ArgumentError("a fetch draws no windows: leave out stride, and a function as at=")
+    if window.offsets is not None and window.at != "any":
+        raise ArgumentError(
+            f"offsets of a fetch count from `ends`, or from the step that a key names: leave out at={window.at!r}"
+        )
     if ends is None and starts is None:
         return window
     if window.at != "any" or window.from_first != (starts is not None):
@@ -286,6 +291,8 @@ def _checked_ends(n: int, ends: ArrayLike, what: str) -> NDArray[np.int32]:
 
 
 def _verb(windows: Windows | None) -> str:
+    if windows is not None and windows.offsets is not None:
+        return "has its offsets"
     return "begins" if windows is not None and windows.from_first else "ends"
 
 

@@ -31,7 +31,7 @@ from geartrain.core.keys import Keys
 from geartrain.core.torch_operators import find_operators
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
-from geartrain.replay.windows import Windows, as_windows
+from geartrain.replay.windows import FieldSteps, NativeWindows, Windows, as_windows, native_windows, steps_taken
 from geartrain.store.store import Store
 
 Pad = Literal["left", "right"]
@@ -84,7 +84,12 @@ class BatchFields:
 
 
 class FetchPlan(BatchFields):
-    """What to fetch, checked once and used for every batch."""
+    """What to fetch, checked once and used for every batch.
+
+    Attributes:
+        windows, window: the windows, and their length; None and 0 for whole rows.
+        taken: by the field's name, which steps of the windows it takes; fields that are not in it take all.
+    """
 
     def __init__(
         self,
@@ -94,6 +99,7 @@ class FetchPlan(BatchFields):
         pad_left: bool,
         output: As,
         threads: int,
+        taken: Mapping[str, FieldSteps] | None = None,
     ) -> None:
         window = 0 if windows is None else windows.length
         super().__init__(names, {name: field.dtype for name, field in store.fields.items()}, output)
@@ -104,6 +110,7 @@ class FetchPlan(BatchFields):
         self.window = window  # its length; 0 for whole rows
         self.pad_left = pad_left
         self.threads = threads
+        self.taken = {name: steps for name, steps in (taken or {}).items() if name in self.places}
 
     @staticmethod
     def make(
@@ -113,6 +120,7 @@ class FetchPlan(BatchFields):
         pad: Pad,
         output: As,
         threads: int | None,
+        first_only: Sequence[str] = (),
     ) -> FetchPlan:
         """A plan, once everything asked for makes sense; raises `FieldError` or `ArgumentError` otherwise."""
         schema = store.fields
@@ -126,6 +134,10 @@ class FetchPlan(BatchFields):
         windows = as_windows(window)
         if not isinstance(pad, str) or pad not in ("left", "right"):
             raise ArgumentError(f"pad is 'left' or 'right', found {pad!r}")
+        if windows is not None and windows.offsets is not None and pad != "left":
+            raise ArgumentError("steps with offsets are padded where they are missing: leave out pad")
+        check_names_of("first_only", first_only)
+        taken = steps_taken(store, names, windows, first_only)
         if not isinstance(output, str) or output not in ("torch", "numpy"):
             raise ArgumentError(f"output is 'torch' or 'numpy', found {output!r}")
         if output == "torch":
@@ -133,7 +145,7 @@ class FetchPlan(BatchFields):
             find_operators()
         for name in names:
             (torch_dtype if output == "torch" else numpy_dtype)(DTYPES[schema[name].dtype])
-        return FetchPlan(store, names, windows, pad == "left", output, default_threads(threads))
+        return FetchPlan(store, names, windows, pad == "left", output, default_threads(threads), taken)
 
     def schema(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of each field of a batch of one row."""
@@ -141,7 +153,22 @@ class FetchPlan(BatchFields):
 
     def of_fields(self, names: Sequence[str]) -> FetchPlan:
         """The same plan for some of its fields, or none."""
-        return FetchPlan(self.store, list(names), self.windows, self.pad_left, self.output, self.threads)
+        return FetchPlan(self.store, list(names), self.windows, self.pad_left, self.output, self.threads, self.taken)
+
+    @property
+    def plain(self) -> bool:
+        """Whether these are whole rows, or windows of a number of steps alone, of which every field takes all."""
+        return not self.taken and (self.windows is None or self.windows.plain)
+
+    @functools.cached_property
+    def native_windows(self) -> NativeWindows | None:
+        """The windows as the native layer takes them beside their length."""
+        return native_windows(self.windows, [self.taken.get(name) for name in self.names])
+
+    @property
+    def native_steps(self) -> NativeWindows | None:
+        """The same for the shapes of a batch; None where its fields take all steps."""
+        return self.native_windows if self.taken else None
 
     def raw_dtype(self, name: str) -> np.dtype[Any]:
         """The NumPy dtype that a field's bytes are shown as."""
@@ -151,27 +178,31 @@ class FetchPlan(BatchFields):
         """Bytes of a field in a batch of one row."""
         return int(np.prod(self.shape(name, 1))) * self.raw_dtype(name).itemsize
 
-    def mask(self, starts: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """The mask of a batch whose windows hold `counts` real steps."""
+    def mask(
+        self, anchors: NDArray[np.int32], starts: NDArray[np.int32], counts: NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        """The mask of a batch whose windows begin at `starts` and hold `counts` real steps."""
         steps = self.window or self.store.max_length
-        first = (steps - counts if self.window and self.pad_left else np.zeros_like(counts))[:, None]
+        first = np.zeros_like(counts)
+        if self.windows is not None and self.windows.offsets is not None:
+            first = self.windows.before - (anchors - starts)
+        elif self.window and self.pad_left:
+            first = steps - counts
         at = np.arange(steps)
-        mask: NDArray[np.bool_] = (at >= first) & (at < first + counts[:, None])
+        mask: NDArray[np.bool_] = (at >= first[:, None]) & (at < (first + counts)[:, None])
         return mask
-
-    def anchors(self, starts: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.uint32]:
-        """The anchors of windows that begin at `starts` and hold `counts` real steps."""
-        from_first = self.windows is not None and self.windows.from_first
-        return (starts if from_first else starts + np.maximum(counts - 1, 0)).astype(np.uint32)
 
     def empty(self, n: int) -> list[NDArray[Any]]:
         """Recycled memory for the fields of a batch of n rows, of raw dtypes."""
-        return list(_native.empty_batch(self.store.native, n, self.numbers, self.window))
+        return list(_native.empty_batch(self.store.native, n, self.numbers, self.window, self.native_steps))
 
     def shape(self, name: str, n: int) -> tuple[int, ...]:
         """The shape of a field's array in a batch of n rows."""
-        spec = self.store.fields[name]
-        return (n, *spec.block_shape(self.window or self.store.max_length))
+        spec, taken = self.store.fields[name], self.taken.get(name)
+        if taken is None:
+            return (n, *spec.block_shape(self.window or self.store.max_length))
+        places, axis = taken
+        return (n, len(places), *spec.shape) if axis else (n, *spec.shape)
 
     def fetch(
         self,
@@ -183,8 +214,8 @@ class FetchPlan(BatchFields):
     ) -> FetchedRows:
         """Copies rows with the GIL released, and reports torn ones.
 
-        `ends` are the anchors of windows: their last steps, or their first. With `places` row i goes to place
-        `places[i]` of the arrays in `out`.
+        `ends` are the anchors of windows: their last steps, their first, or those that offsets count from. With
+        `places` row i goes to place `places[i]` of the arrays in `out`.
         """
         return FetchedRows(
             *_native.fetch(
@@ -198,9 +229,8 @@ class FetchPlan(BatchFields):
                 self.threads,
                 out,
                 places,
-                self.windows is not None and self.windows.from_first,
                 True,
-                self.windows is not None and self.windows.at == "episode",
+                self.native_windows,
             )
         )
 

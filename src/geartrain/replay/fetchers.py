@@ -60,7 +60,7 @@ def fetcher_of(
     if known is None:
         plan = FetchPlan.make(store, fields, window, pad, output, threads)
         native = _native.RowFetcher(
-            store.native, plan.numbers, plan.window, plan.pad_left, 0 if threads is None else plan.threads, False
+            store.native, plan.numbers, plan.window, plan.pad_left, 0 if threads is None else plan.threads
         )
         dtypes = {name: store.fields[name].dtype for name in plan.names}
         known = Fetcher(native, BatchFields(plan.names, dtypes, output))

@@ -73,11 +73,6 @@ class PackedBatch(PackedFields, Batch):
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
-    def __getitem__(self, name: str) -> Any:
-        if name not in self:  # of the store, it may be
-            raise unknown_field(name, self._names)
-        return PackedFields.__getitem__(self, name)
-
     @property
     def fields(self) -> dict[str, Array]:  # type: ignore[override]
         """Values by name. `for name in batch`, `batch.items()` and `batch.values()` work as for a dict."""

@@ -102,6 +102,7 @@ class PassRows:
     """
 
     draw = None
+    absent = 0
 
     def __init__(self, passes: Passes, n: int, state: dict[str, int]) -> None:
         self._passes = passes
@@ -149,6 +150,7 @@ class MixedPassRows:
     """
 
     draw = None
+    absent = 0
 
     def __init__(self, passes: Passes, n: int, state: dict[str, int]) -> None:
         self._passes = passes

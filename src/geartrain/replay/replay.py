@@ -63,9 +63,9 @@ class Replay:
     Batches follow from the store's contents, the strategy's seed and the step number. `state_dict` holds the step, so a
     resumed run draws the same batches as one that was never interrupted.
 
-    The store may have axes or tasks (docs/tasks.md). Its batches are packed: values of rows one behind the other, without
-    a mask. Iteration then ends when `store.finish()` was called and fewer rows than a batch needs are left. Such a replay
-    takes no window, view, device, group, mesh or update_lag.
+    The store may have axes or tasks (docs/tasks.md). Its batches are packed: values of rows one behind the other,
+    without a mask. Iteration then ends when `store.finish()` was called and fewer rows than a batch needs are left.
+    Such a replay takes no window, view, device, group, mesh or update_lag.
 
     Any thread may ask for a batch; they take turns. `update_priorities` and `close` may be called at any time from any
     thread. `close` ends a `sample` that waits with `StoreClosedError`. After a fork the child has its own replay, at
@@ -77,9 +77,13 @@ class Replay:
         batch_size: rows of a batch; over several ranks, of the global batch that they divide.
         fields: names of the fields to read; all by default.
         window: steps of each row. A window ends at a step that is drawn uniformly, and holds nothing later. Pass
-            `geartrain.Windows` for windows at a row's start or end, with a stride, or where a function says. By default
-            whole rows; in rows with several episodes, the drawn step's whole episode.
-        pad: side on which short windows are padded, "left" or "right".
+            `geartrain.Windows` for windows at a row's start or end, with a stride, where a function says, or with
+            offsets of steps for each field. By default whole rows; in rows with several episodes, the drawn step's
+            whole episode.
+        pad: side on which short windows are padded, "left" or "right". Not with offsets, whose steps keep their places.
+        first_only: names of fields of which batches have the first step of each window alone, (B, ...) instead of
+            (B, W, ...), such as a recurrent state. It is the step `batch.start`, never padding. Only this step is
+            copied.
         prefetch: number of batches to prepare ahead on a background thread. 0 builds each batch when you ask for it, so
             it sees every earlier priority update. With n, a batch may have been drawn up to n steps ago. Batches that
             take less than about 50 us are built on demand in any case, because waking the thread would cost more. So
@@ -89,8 +93,11 @@ class Replay:
         min_rows: fewest rows to draw from; over several ranks, of all ranks together. With fewer, a batch waits up to
             `timeout_s` if another process has the store open or is about to (`Store.expect_writers`); over several
             ranks only the latter counts. Otherwise `NotEnoughRowsError` is raised at once. A writer thread in this
-            process cannot be seen: use `store.limiter.set(min_size_to_sample=...)` for it. 1 by default; the batch size
-            for a store with `max_times_sampled`, so that no sample is wasted on half a batch.
+            process cannot be seen: use `store.limiter.set(min_size_to_sample=...)` for it. 1 by default. For a
+            store with `max_times_sampled` it is the batch size, or the least rows of a batch of late groups
+            (`GroupSampling(least=...)`), so that no sample is wasted on half a batch.
+        min_steps: the same in steps (`Store.num_steps`), for example 10_000 steps of the environments before the first
+            gradient step. No minimum by default. In a mixture, `min_rows` and `min_steps` are those of each store.
         threads: threads that copy; by default up to 4 of the cores this process may use.
         timeout_s: longest wait for a batch and for another rank, in seconds. Your own strategy code and `transform` are
             not interrupted.
@@ -163,10 +170,12 @@ class Replay:
         fields: Sequence[str] | None = None,
         window: int | Windows | None = None,
         pad: Pad = "left",
+        first_only: Sequence[str] = (),
         prefetch: int = 2,
         output: As = "torch",
         num_batches: int | None = None,
         min_rows: int | None = None,
+        min_steps: int | None = None,
         threads: int | None = None,
         timeout_s: float = 60.0,
         update_lag: int | None = None,
@@ -190,10 +199,12 @@ class Replay:
             fields=fields,
             window=window,
             pad=pad,
+            first_only=first_only,
             prefetch=prefetch,
             output=output,
             num_batches=num_batches,
             min_rows=min_rows,
+            min_steps=min_steps,
             threads=threads,
             timeout_s=timeout_s,
             inputs=inputs,

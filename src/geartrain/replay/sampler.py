@@ -8,6 +8,7 @@ places the windows. Everything else is the same for every strategy.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
@@ -20,15 +21,16 @@ from geartrain.core.keys import Keys
 from geartrain.errors import (
     ArgumentError,
     CorruptStoreError,
+    NotEnoughRowsError,
     TurnoverError,
 )
 from geartrain.replay.admission import Admission
 from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.replay.passes import MixedPassRows, Passes, PassRows
 from geartrain.replay.store_waits import StoreWaits
-from geartrain.replay.supplied_rows import StrategyRows, SuppliedRows
+from geartrain.replay.supplied_rows import Select, StrategyRows, SuppliedRows
 from geartrain.replay.transitions import TransitionPlan
-from geartrain.selection.declared import DeclaredStrategy, select_declared
+from geartrain.selection.declared import DeclaredStrategy, describe_incomplete, select_declared
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.random import Prioritized, Uniform, checked_beta
 from geartrain.selection.schedule import at_step
@@ -54,6 +56,11 @@ ALPHA_STEP = 0.01
 _MOST = 2**31 - 1
 
 
+def now_ns() -> int:
+    """The time that draws compare commits with, in ns since 1970."""
+    return time.time_ns()
+
+
 def alpha_at(strategy: Strategy, step: int) -> float:
     """The alpha that a strategy wants priorities to have at a step; raises `ArgumentError` unless it is above zero."""
     alpha = at_step(traits_of(strategy).alpha, step)
@@ -76,7 +83,7 @@ class StoreSampler(StoreWaits):
     Args:
         plan: store and fields to fetch.
         strategy: chooses the rows.
-        min_rows, timeout_s, stopping: as in `StoreWaits`.
+        min_rows, timeout_s, stopping, min_steps: as in `StoreWaits`.
         transitions: transitions to gather instead of windows.
         mixed: whether this sampler fills part of a mixture's batches.
 
@@ -102,8 +109,9 @@ class StoreSampler(StoreWaits):
         stopping: Callable[[], bool] | None = None,
         transitions: TransitionPlan | None = None,
         mixed: bool = False,
+        min_steps: int = 0,
     ) -> None:
-        super().__init__(plan.store, min_rows, timeout_s, stopping)
+        super().__init__(plan.store, min_rows, timeout_s, stopping, min_steps)
         self.plan = plan
         tasks = plan.store.plan
         self.packed = (
@@ -154,6 +162,7 @@ class StoreSampler(StoreWaits):
         self._limits = self.limits_now() if by_row and self.traits.limits is None else None
         self._by_step = self.traits.limits is not None or callable(self._beta)  # or asked for at each
         self.limited = store.options["max_times_sampled"] is not None
+        self._groups = strategy if self.traits.form == "groups" and isinstance(strategy, DeclaredStrategy) else None
 
     @overload
     def sample(
@@ -210,7 +219,7 @@ class StoreSampler(StoreWaits):
             result: Any = native(n, step, limits, cursor, False, beta, rows, anchors, into, first)
             if result is None:  # rows, or the rate limiter, have to be waited for
                 self.wait_to_draw(n, admission)
-                self.check_count(len(self.plan.store))
+                self.check_count()
                 self.stage = "drawing and copying rows"
                 result = native(n, step, limits, cursor, True, beta, rows, anchors, into, first)
                 assert result is not None
@@ -279,6 +288,8 @@ class StoreSampler(StoreWaits):
         if rows is not None:
             if len(batch) < n:  # where a pass ends
                 admission.keep(self, len(batch))
+            elif rows.absent:
+                admission.keep(self, n - rows.absent)
             self._weigh(batch, first, rows.draw, count, step)
             return batch, rows.state
         if self._weighs:
@@ -330,7 +341,41 @@ class StoreSampler(StoreWaits):
         """The rows of a batch that Python code chooses."""
         if self.passes is not None:
             return (MixedPassRows if self.passes.mixed else PassRows)(self.passes, n, state)
-        return StrategyRows(self._select_shards if self._asks_shards else self.draw, n, step, state)
+        if self._asks_shards:
+            return StrategyRows(self._select_shards, n, step, state)
+        if self._groups is None:
+            return StrategyRows(functools.partial(self.draw, now_ns=now_ns()), n, step, state)
+        return StrategyRows(self._drawer_of_groups(), n, step, state)
+
+    def _drawer_of_groups(self) -> Select:
+        """Draws the groups of one batch, and waits for them: their time to be late is decided when they are drawn."""
+        until_s = min(self.until_s, time.monotonic() + self.timeout_s)
+        began_ns = 0
+
+        def draw(n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
+            nonlocal began_ns
+            while True:
+                began_ns = now_ns() if redraw is None else began_ns
+                try:
+                    return self.draw(n, step, state, redraw, began_ns)
+                except NotEnoughRowsError as error:
+                    if redraw is not None:
+                        raise
+                    self.wait_for_groups(error, until_s, self.rows_may_come() or self.awaits_late_groups())
+
+        return draw
+
+    def awaits_late_groups(self) -> bool:
+        """Whether some group that cannot be drawn yet will be late, without another row."""
+        return self._groups is not None and self._groups.whole_groups(self.candidates.at(now_ns())).waiting > 0
+
+    def describe_groups(self) -> str:
+        """Names incomplete groups, for the end of an error message; nothing where groups are not drawn."""
+        if self._groups is None:
+            return ""
+        candidates = self.candidates.at(now_ns())
+        groups = self._groups.whole_groups(candidates)
+        return describe_incomplete(self._groups, candidates, groups.seen_keys, groups.seen_counts)
 
     def beta_at(self, step: int) -> float | None:
         """The exponent of importance weights at a step; None where the strategy has none, or code of its own."""
@@ -395,18 +440,18 @@ class StoreSampler(StoreWaits):
     @functools.cached_property
     def batch_sampler(self) -> _native.BatchSampler:
         """The native sampler, which draws, places, copies and redraws."""
-        return self._sampler_of(self.plan.numbers if self.packed is None else [])
+        return self._sampler_of(self.plan if self.packed is None else self.plan.of_fields([]))
 
     @functools.cached_property
     def _row_sampler(self) -> _native.BatchSampler:
         """The same of rows that a transfer copies, so that it has no fields."""
-        return self._sampler_of([])
+        return self._sampler_of(self.plan.of_fields([]))
 
-    def _sampler_of(self, fields: list[int]) -> _native.BatchSampler:
-        plan, traits = self.plan, self.traits
+    def _sampler_of(self, plan: FetchPlan) -> _native.BatchSampler:
+        traits = self.traits
         return _native.BatchSampler(
             plan.store.native,
-            fields,
+            plan.numbers,
             plan.window,
             plan.pad_left,
             plan.threads,
@@ -417,9 +462,10 @@ class StoreSampler(StoreWaits):
             traits.order,
             self._moves_on,
             self.min_rows,
+            self.min_steps,
             traits.over_steps,
             None if self.transitions is None else self.transitions.native,
-            None if plan.windows is None or self.transitions is not None else plan.windows.native,
+            None if self.transitions is not None else plan.native_windows,
             self.atom,
         )
 
@@ -427,7 +473,8 @@ class StoreSampler(StoreWaits):
         """A batch of n rows to be sampled into, in recycled memory."""
         plan, view = self.plan, self.transitions
         native = None if view is None else view.native
-        return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, shards, native)
+        steps = None if view is not None else plan.native_steps
+        return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, shards, native, True, steps)
 
     def empty_rows(self, n: int) -> _native.SampledBatch:
         """The same of rows of several stores that a transfer copies: metadata alone."""
@@ -452,29 +499,35 @@ class StoreSampler(StoreWaits):
             )
         self.redrawn += int(count)
 
-    def draw(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
-        """The rows that the strategy chooses. Repairs the store first if its sums do not match its rows."""
+    def draw(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None, now_ns: int | None = None) -> Draw:
+        """The rows that the strategy chooses. Repairs the store first if its sums do not match its rows.
+
+        Args:
+            n, step, state, redraw: see `Strategy.select`.
+            now_ns: when the batch was begun, in ns since 1970.
+        """
         store = self.plan.store
-        drawn = self._select(n, step, state, redraw)
+        candidates = self.candidates if now_ns is None else self.candidates.at(now_ns)
+        drawn = self._select(candidates, n, step, state, redraw)
         if drawn.failed and not store.read_only:
             # Sums that disagree with their leaves: somebody died in the middle of an update. Repair, then redraw.
             store.reap()
-            drawn = self._select(n, step, state, redraw)
+            drawn = self._select(candidates, n, step, state, redraw)
             if drawn.failed:
                 store.native.rebuild()  # or somebody living is in the middle of one: this waits for them
-                drawn = self._select(n, step, state, redraw)
+                drawn = self._select(candidates, n, step, state, redraw)
         if drawn.failed:
             raise CorruptStoreError(
                 f"{drawn.failed} draws found no row; store.audit() of a handle that may write tells what is wrong"
             )
         return drawn
 
-    def _select(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
+    def _select(self, candidates: Candidates, n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
         if not self.draws_natively or not isinstance(self.strategy, DeclaredStrategy):
-            return self.strategy.select(self.candidates, n, step, state=state or None, redraw=redraw)
+            return self.strategy.select(candidates, n, step, state=state or None, redraw=redraw)
         traits = with_min_length(self.traits, self.min_length)
         return select_declared(
-            self.strategy, traits, self.candidates, n, step, state=state, redraw=redraw, steps=self.step_plan
+            self.strategy, traits, candidates, n, step, state=state, redraw=redraw, steps=self.step_plan
         )
 
     def anchors_by_function(
@@ -491,6 +544,11 @@ class StoreSampler(StoreWaits):
         """
         windows = self.plan.windows
         assert windows is not None
+        if (generations == 0).any():  # places without a row, of late groups
+            there = np.flatnonzero(generations)
+            anchors = np.zeros(len(numbers), np.int32)
+            anchors[there] = self.anchors_by_function(step, attempt, numbers[there], rows[there], generations[there])
+            return anchors
         lengths = np.minimum(self.plan.store.native.lengths(rows), self.plan.store.max_length)
         most = np.full(len(numbers), _MOST, np.int32)
         random = _native.window_ends(seed_of(self.strategy), step, attempt, numbers, most) / _MOST

@@ -29,7 +29,7 @@ class StoreWaits:
 
     Args:
         store: the store that is drawn from.
-        min_rows: a draw needs at least this many selectable rows.
+        min_rows, min_steps: a draw needs at least this many selectable rows, and steps (`Store.num_steps`).
         timeout_s: longest wait for rows and the store's rate limiter together.
         stopping: called during the wait. When it returns True, the wait ends with `CallCancelledError`; over ranks, on
             all of them.
@@ -41,8 +41,16 @@ class StoreWaits:
             another rank.
     """
 
-    def __init__(self, store: Store, min_rows: int, timeout_s: float, stopping: Callable[[], bool] | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        min_rows: int,
+        timeout_s: float,
+        stopping: Callable[[], bool] | None,
+        min_steps: int = 0,
+    ) -> None:
         self.min_rows = min_rows
+        self.min_steps = min_steps
         self.timeout_s = timeout_s
         self.until_s = math.inf
         self.stopping = stopping
@@ -61,7 +69,7 @@ class StoreWaits:
         """Waits until the store's rate limiter lets so many rows be drawn, for `timeout_s` at most.
 
         Args:
-            n: rows.
+            n: rows of the batch.
             admission: to which they are added.
             until_s: when the wait ends at the latest (`time.monotonic`).
             may_stop: whether `stopping` ends the wait. Over ranks it does not: the others need this one's part.
@@ -82,8 +90,9 @@ class StoreWaits:
                 f"{n} rows cannot be sampled, and no process is left that could insert more: {self.describe_wait()}"
             ) from store.writers.failure
         except WaitTimeoutError as error:
-            if store.writers.trouble:
-                raise WaitTimeoutError(f"{error}{store.writers.trouble}") from store.writers.failure
+            why = f"{self.describe_groups()}{store.writers.trouble}"
+            if why:
+                raise WaitTimeoutError(f"{error}{why}") from store.writers.failure
             raise
         admission[self] = n
         self.stage = "admitted by the rate limiter"
@@ -108,22 +117,22 @@ class StoreWaits:
                 self._store.limiter.give_back(samples=n)
 
     def wait_for_rows(self, until_s: float) -> None:
-        """Waits until `min_rows` rows are selectable, as long as another process could insert some.
+        """Waits until the store has `min_rows` and `min_steps`, as long as another process could insert some.
 
         Where none could this returns at once, and `check_count` raises.
 
         Raises:
-            WaitTimeoutError: too few rows by `until_s`, which follows from `timeout_s`.
+            WaitTimeoutError: too few by `until_s`, which follows from `timeout_s`.
             CallCancelledError: `stopping` said so.
         """
         self.expire()
         store = self._store
-        if len(store) >= self.min_rows or not self.rows_may_come():
+        if self.has_enough() or not self.rows_may_come():
             return
         self.stage, before = "waiting for rows", len(store)
-        while len(store) < self.min_rows and self.rows_may_come() and not self.is_over():
+        while not self.has_enough() and self.rows_may_come() and not self.is_over():
             if self.is_stopped():
-                raise CallCancelledError(f"the replay was stopped while it waited for {self.min_rows} rows")
+                raise CallCancelledError(f"the replay was stopped while it waited for {self.wanted}")
             if time.monotonic() >= min(until_s, self.until_s):
                 raise WaitTimeoutError(
                     f"too few rows within {self.timeout_s:g} s; meanwhile the store went from {before} to "
@@ -137,12 +146,55 @@ class StoreWaits:
         store = self._store
         return store.plan is not None and store.native.ends_below(self.min_rows)
 
+    def wait_for_groups(self, few: NotEnoughRowsError, until_s: float, may_come: bool) -> None:
+        """Waits a moment, after which the groups are counted again.
+
+        Args:
+            few: what was raised because too few groups can be drawn.
+            until_s: when the wait ends at the latest (`time.monotonic`).
+            may_come: whether there may be more groups by and by.
+
+        Raises:
+            NotEnoughRowsError: there will be no more.
+            WaitTimeoutError: the end was before.
+            CallCancelledError: `stopping` said so.
+        """
+        writers = self._store.writers
+        if not may_come:
+            raise NotEnoughRowsError(f"{few}{writers.trouble}") from writers.failure
+        if self.is_stopped():
+            raise CallCancelledError("the replay was stopped while it waited for groups")
+        if time.monotonic() >= until_s:
+            raise WaitTimeoutError(
+                f"too few whole groups within {self.timeout_s:g} s: {few}{writers.trouble}"
+            ) from writers.failure
+        self.stage = "waiting for groups"
+        time.sleep(LOOK_EVERY_S)
+        self.expire()
+
+    def describe_groups(self) -> str:
+        """Names incomplete groups, for the end of an error message; nothing where groups are not drawn."""
+        return ""
+
+    def has_enough(self) -> bool:
+        """Whether the store has `min_rows` and `min_steps` now."""
+        if len(self._store) < self.min_rows:
+            return False
+        return self.min_steps == 0 or self._store.native.step_count_up_to(self.min_steps) >= self.min_steps
+
+    @property
+    def wanted(self) -> str:
+        """What a draw needs, for errors."""
+        return f"{self.min_rows} selectable rows" + (f" and {self.min_steps} steps" if self.min_steps else "")
+
     def describe_wait(self) -> str:
         """The store's rows, its rate limiter, what this sampler is doing and what its writers lack, for an error."""
         store = self._store
+        steps = f" and {store.num_steps} steps of {self.min_steps}" if self.min_steps else ""
         return (
-            f"the store {store.name!r} has {len(store)} selectable rows of {self.min_rows} wanted; its rate limiter "
-            f"has {store.limiter.state()}; the replay is {self.stage}{store.writers.trouble}"
+            f"the store {store.name!r} has {len(store)} selectable rows of {self.min_rows} wanted{steps}"
+            f"{self.describe_groups()}; its rate limiter has {store.limiter.state()}; the replay is {self.stage}"
+            f"{store.writers.trouble}"
         )
 
     def expire(self) -> None:
@@ -150,18 +202,19 @@ class StoreWaits:
         if self.expires:
             self._store.expire()
 
-    def check_count(self, count: int) -> None:
-        """Raises `NotEnoughRowsError` when so many selectable rows are too few."""
-        if count < self.min_rows:
+    def check_count(self) -> None:
+        """Raises `NotEnoughRowsError` when the store has too few rows or steps."""
+        if not self.has_enough():
             writers = self._store.writers
             if self.is_over():
                 raise NoMoreRowsError(
                     f"finish() was called for the store {self._store.name!r}, and fewer rows are left than the "
-                    f"{self.min_rows} that a batch needs; {count} can be drawn"
+                    f"{self.min_rows} that a batch needs; {len(self._store)} can be drawn"
                 )
             why = writers.trouble or ("" if self.rows_may_come() else _ALONE)
             raise NotEnoughRowsError(
-                f"a batch needs {self.min_rows} selectable rows, the store {self._store.name!r} has {count}{why}"
+                f"a batch needs {self.wanted}, the store {self._store.name!r} has {len(self._store)}"
+                f"{f' and {self._store.num_steps}' if self.min_steps else ''}{self.describe_groups()}{why}"
             ) from writers.failure
 
 

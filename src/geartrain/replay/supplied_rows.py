@@ -39,6 +39,11 @@ class SuppliedRows(Protocol):
         """What importance weights are asked for; None where there are none."""
         ...
 
+    @property
+    def absent(self) -> int:
+        """Places of the batch that have no row, of late groups."""
+        ...
+
     def __call__(self, round: int, numbers: NDArray[np.uint32], kept: NDArray[np.uint32], /) -> Chosen:
         """The rows of a round, 0 for the first."""
         ...
@@ -56,7 +61,7 @@ class StrategyRows:
 
     def __init__(
         self,
-        select: Callable[[int, int, dict[str, int], Redraw | None], Draw],
+        select: Select,
         n: int,
         step: int,
         state: dict[str, int],
@@ -65,6 +70,10 @@ class StrategyRows:
         self._n = n
         self._step = step
         self.state = state
+
+    @property
+    def absent(self) -> int:
+        return int((self.draw.generations == 0).sum())
 
     def __call__(self, round: int, numbers: NDArray[np.uint32], kept: NDArray[np.uint32], /) -> Chosen:
         redraw = Redraw(round, numbers, kept) if round else None

@@ -64,11 +64,14 @@ class Transitions:
     | `batch.start` | (B,) the transition's step |
     | `batch.mask` | (B, frame_stack) which frames of `obs` are real; frames before the row's first are zero |
 
+    If rows repeat steps (`recorder(overlap=k)`), each step is drawn from only one row: the one that has its whole frame
+    stack and n-step sum. k must be at least frame_stack - 1 + n_step - 1.
+
     Args:
         n_step: rewards that are summed, and steps to the next observation; fewer at the end of a row.
         gamma: discount of one step, 0 to 1.
         frame_stack: observations in a stack.
-        observations: fields that are observations; by default those called "observation" or "obs", alone or before a
+        obs: fields that are observations; by default those called "observation" or "obs", alone or before a
             dot.
         hindsight: goals that replace those of some transitions; see `Hindsight`. Needs n_step=1.
 
@@ -98,7 +101,7 @@ class Transitions:
     n_step: int = 1
     gamma: float = 0.99
     frame_stack: int = 1
-    observations: Sequence[str] | None = None
+    obs: Sequence[str] | None = None
     hindsight: Hindsight | None = None
 
     def __post_init__(self) -> None:
@@ -108,12 +111,12 @@ class Transitions:
         check_number("gamma", self.gamma, "from 0 to 1", least=0)
         if not self.gamma <= 1:
             raise ArgumentError(f"gamma must be from 0 to 1, found {self.gamma}")
-        if isinstance(self.observations, str):
-            object.__setattr__(self, "observations", (self.observations,))
-        elif self.observations is not None:
-            names = self.observations
+        if isinstance(self.obs, str):
+            object.__setattr__(self, "obs", (self.obs,))
+        elif self.obs is not None:
+            names = self.obs
             if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
-                raise ArgumentError(f"observations is a list of names of fields, found {names!r}")
+                raise ArgumentError(f"obs is a list of names of fields, found {names!r}")
         if self.hindsight is not None:
             if not isinstance(self.hindsight, Hindsight):
                 raise ArgumentError(f"hindsight is a geartrain.Hindsight, found {self.hindsight!r}")
@@ -139,9 +142,9 @@ class Transitions:
         Args:
             fields: the store's fields.
         """
-        if self.observations is None:
+        if self.obs is None:
             return [name for name in fields if name.partition(".")[0] in OBSERVATIONS]
-        return list(self.observations)
+        return list(self.obs)
 
     def fields_of(self, store: Store, asked: Sequence[str] | None) -> list[str]:
         """Names of the fields that are gathered for a batch.
@@ -155,16 +158,16 @@ class Transitions:
             ArgumentError: rows are too short for n_step.
         """
         fields = store.fields
-        observations = self.observations_in(fields)
-        wanted = [_REWARD, _TERMINATED, *(observations or OBSERVATIONS[:1]), *(asked or ())]
-        made = [*self._made(observations), _DISCOUNT]
+        obs = self.observations_in(fields)
+        wanted = [_REWARD, _TERMINATED, *(obs or OBSERVATIONS[:1]), *(asked or ())]
+        made = [*self._made(obs), _DISCOUNT]
         missing = [name for name in dict.fromkeys(wanted) if name not in fields]
         if missing:
             raise FieldError(
                 f"transitions need {', '.join(map(repr, missing))}, but the store {store.name!r} has "
                 f"{', '.join(fields)}: create its fields with geartrain.recorded_fields"
             )
-        for name in (_REWARD, _TERMINATED, *observations):
+        for name in (_REWARD, _TERMINATED, *obs):
             if fields[name].per_row:
                 raise FieldError(f"{name!r} of the store {store.name!r} is per_row; transitions need it at every step")
         for name in (_TERMINATED, _TRUNCATED, _LAST):
@@ -183,7 +186,7 @@ class Transitions:
                 raise FieldError(
                     f"hindsight gives one reward a transition; {_REWARD!r} has the shape {fields[_REWARD].shape}"
                 )
-            goals = self.hindsight.goals_in(fields, observations)
+            goals = self.hindsight.goals_in(fields, obs)
             made.append(RELABELLED)
         clash = [name for name in made if name in fields]
         if clash:
@@ -194,8 +197,8 @@ class Transitions:
         return list(dict.fromkeys([*names, *goals, _REWARD, _TERMINATED, *ends]))
 
     @staticmethod
-    def _made(observations: Sequence[str]) -> list[str]:
-        return ["next_" + name for name in observations]
+    def _made(obs: Sequence[str]) -> list[str]:
+        return ["next_" + name for name in obs]
 
 
 class ShownArrays:
@@ -219,10 +222,10 @@ class TransitionPlan:
 
     def __init__(self, view: Transitions, plan: FetchPlan) -> None:
         fields = plan.store.fields
-        observations = view.observations_in(fields)
+        obs = view.observations_in(fields)
         roles, shown = [], dict[str, str]()
         for name in plan.names:
-            role = 1 if name in observations else _ROLES.get(name, 0)
+            role = 1 if name in obs else _ROLES.get(name, 0)
             roles.append(role)
             if role <= 1:
                 shown[name] = fields[name].dtype
@@ -231,7 +234,7 @@ class TransitionPlan:
         shown |= {_REWARD: "float32", _DISCOUNT: "float32", _TERMINATED: "bool", _TRUNCATED: "bool"}
         hindsight, goals = view.hindsight, None
         if hindsight is not None:
-            goals = hindsight.goals_in(fields, observations)
+            goals = hindsight.goals_in(fields, obs)
             shown[RELABELLED] = "bool"
         powers = float(view.gamma) ** np.arange(view.n_step + 1)
         self.view = view

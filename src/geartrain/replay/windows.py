@@ -5,22 +5,25 @@
     gt.Replay(store, selection, 256, window=gt.Windows(20, at="start"))  # the row's first 20 steps
     gt.Replay(store, selection, 256, window=gt.Windows(20, anchor="first", stride=5))  # 0-19, 5-24, 10-29, ...
     gt.Replay(store, Uniform(over="steps"), 256, window=gt.Windows(200, at="episode"))  # the step's whole episode
+    gt.Replay(store, selection, 256, window=gt.Windows(offsets={"image": [-10, 0], "action": range(10)}))
 
-The replay draws rows first, and then one window of each row. A window is identified by its first or its last step
-(`anchor`). native/fetch/windows.h defines the windows of a row.
+The replay draws rows first, and then one window of each row. A window is identified by one of its steps, the anchor:
+its first or its last step, or the step that offsets count from. native/fetch/windows.h defines the windows of a row.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from geartrain.core.arguments import check_whole
+from geartrain.core.arguments import check_whole, shown
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
 from geartrain.selection.arguments import check_flag
@@ -35,6 +38,13 @@ from geartrain.store.store import Store
 WindowFunction = Callable[[Keys, NDArray[np.int32], NDArray[np.float64]], ArrayLike]
 #: native/fetch/windows.h, WindowPlan::At.
 _PLACES = {"any": 0, "start": 1, "end": 2, "episode": 3}
+#: Places in the window of the steps that a field takes, and whether the batch has an axis for them. Without places the
+#: first step that the row has of the window. None: all steps.
+FieldSteps = tuple[tuple[int, ...], bool] | None
+FIRST_STEP: FieldSteps = ((), False)
+_MOST_OFFSETS = 1 << 20
+#: native/python/window_plan.h, WindowTuple.
+NativeWindows = tuple[int, bool, bool, int, int, bool, list[FieldSteps]]
 
 
 @dataclass(frozen=True)
@@ -45,28 +55,41 @@ class Windows:
     - 1` steps before it. With anchor="first" it is the anchor and up to `length - 1` steps after it. Missing steps are
     zero, and False in `batch.mask`. `Windows(20)` is the same as `window=20`.
 
+    With `offsets` each field has steps of its own around the anchor, such as LeRobot's `delta_timestamps`:
+
+        gt.Windows(offsets={"image": [-10, 0], "action": range(10)})
+
+    gives images (B, 2, ...) of the steps t - 10 and t, and actions (B, 10, ...) of the steps t to t + 9. A field
+    without offsets has the step t alone, (B, ...). A field never holds anything later than its largest offset, and
+    nothing of another episode. Steps that the row does not have are zero, and `mask_of` tells where.
+
     If steps are drawn and not rows (`Uniform(over="steps")`, `Epochs(over="steps")`, `Prioritized` with
     priority_per="step"), the drawn step is the anchor, and keys name it. `whole` and `stride` then restrict which steps
-    are drawn.
+    are drawn. If rows repeat steps (`recorder(overlap=k)`), each step is then drawn from only one row: the one that has
+    the rest of its window. k must be at least length - 1.
 
     Args:
-        length: steps of a window.
+        length: steps of a window. With `offsets` it follows from them: from the least one to the largest, and 0.
         at: which window of a row: "any" one drawn uniformly, "start" its first `length` steps, "end" its last,
-            "episode" the first `length` steps of the drawn step's episode, or a function `at(keys, lengths, random)`.
+            "episode" the first `length` steps of the drawn step's episode in that row (an `Epochs` pass has an episode
+            once for each row that it spans), or a function `at(keys, lengths, random)`.
             The function gets the keys of many rows, how many steps each has (n,), and a random number below 1 for each
             (n,), and returns the anchors (n,). It runs where batches are built: on the prefetch thread, and on every
             rank for the rows that it reads.
-        anchor: "last" or "first". at="start" and at="episode" always use the first step, at="end" the last.
-        stride: only every stride-th step of a row is an anchor, counted from its first step for anchor="first" and from
-            its last for anchor="last". Steps within a window stay adjacent.
+        anchor: "last" or "first". at="start" and at="episode" always use the first step, at="end" the last. With
+            `offsets` the anchor is the step that they count from.
+        stride: only every stride-th step of a row is an anchor, counted from its first step for anchor="first", and
+            else from the last one that may be an anchor. Steps within a window stay adjacent.
         whole: only windows without missing steps. Shorter rows are not drawn.
+        offsets: by the field's name, which steps it takes, counted from the anchor: whole numbers in any order, none of
+            them twice. The field has them in this order.
 
     Raises:
         ArgumentError: an option is out of range, or two of them exclude each other.
 
-    Cost: that of `window=length`. A function is called once a batch, and once more if rows were overwritten. In device
-    memory, windows other than `Windows(length)`, and those of rows with several episodes, are gathered by the CPU and
-    copied.
+    Cost: that of `window=length`; with `offsets` only the steps that fields take are copied. A function is called once
+    a batch, and once more if rows were overwritten. In device memory, windows other than `Windows(length)`, and those
+    of rows with several episodes, are gathered by the CPU and copied.
 
     Examples:
         >>> import numpy as np
@@ -84,16 +107,21 @@ class Windows:
         [[0, 0, 1, 2], [2, 3, 4, 5], [5, 6, 7, 8]]
         >>> shown(gt.Windows(4, at=lambda keys, lengths, random: lengths // 2))
         [[1, 2, 3, 4]]
+        >>> shown(gt.Windows(offsets={"t": [-1, 0, 3]}, whole=True))
+        [[0, 1, 4], [1, 2, 5], [2, 3, 6], [3, 4, 7], [4, 5, 8]]
         >>> store.close()
     """
 
-    length: int
+    length: int = 0
     at: Literal["any", "start", "end", "episode"] | WindowFunction = "any"
     anchor: Literal["last", "first"] = "last"
     stride: int = 1
     whole: bool = False
+    offsets: Mapping[str, Sequence[int]] | None = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self) -> None:
+        if self.offsets is not None:
+            self._take_offsets(self.offsets)
         if not 1 <= check_whole("window", self.length) < 2**31:
             raise ArgumentError(f"a window has at least one step, and less than 2**31, found window={self.length}")
         if not 1 <= check_whole("stride", self.stride) < 2**31:
@@ -114,15 +142,78 @@ class Windows:
         if self.at == "end" and self.anchor == "first":
             raise ArgumentError("the anchor of windows at the end is their last step: leave out anchor='first'")
 
+    def _take_offsets(self, offsets: object) -> None:
+        """Checks offsets, which are tuples from then on, and sets the length that follows from them."""
+        if not isinstance(offsets, Mapping) or not offsets:
+            raise ArgumentError(
+                f"offsets is a dict of whole numbers by field, and names at least one; found {shown(offsets)}"
+            )
+        taken = {name: _checked_offsets(name, steps) for name, steps in offsets.items()}
+        if self.at == "episode" or self.anchor != "last":
+            raise ArgumentError("offsets count from the drawn step: leave out anchor and at='episode'")
+        every = [0, *(step for steps in taken.values() for step in steps)]
+        length = max(every) - min(every) + 1
+        if self.length not in (0, length):
+            raise ArgumentError(f"the length of windows follows from offsets, here {length}: leave out {self.length}")
+        object.__setattr__(self, "length", length)
+        object.__setattr__(self, "offsets", dict(sorted(taken.items())))
+
+    @property
+    def after(self) -> int:
+        """Internal: steps of a window behind its anchor."""
+        if self.offsets is not None:
+            return max(0, *(max(steps) for steps in self.offsets.values()))
+        return self.length - 1 if self.from_first else 0
+
+    @property
+    def before(self) -> int:
+        """Internal: steps of a window before its anchor."""
+        return self.length - 1 - self.after
+
+    def steps_of(self, name: str) -> FieldSteps:
+        """Internal: which steps of the window a field with time takes."""
+        if self.offsets is None:
+            return None
+        steps = self.offsets.get(name)
+        return ((self.before,), False) if steps is None else (tuple(step + self.before for step in steps), True)
+
+    def mask_of(self, name: str, mask: Any) -> Any:
+        """Which steps of a field are real, out of a batch's mask.
+
+        Args:
+            name: of the field.
+            mask: (B, length) bool, the mask of a batch with these windows; `batch.mask`, or an item's "mask".
+
+        Returns:
+            (B, len(offsets)) bool for a field with offsets, False for padding; (B,) for a field without. Without
+            `offsets` the mask itself. LeRobot's `<name>_is_pad` is the opposite.
+
+        Raises:
+            ArgumentError: the mask is of other windows.
+        """
+        shape = tuple(getattr(mask, "shape", ()))
+        if len(shape) != 2 or shape[1] != self.length:
+            raise ArgumentError(f"the mask of windows of {self.length} steps is (B, {self.length}), found {shape}")
+        taken = self.steps_of(name)
+        if taken is None:
+            return mask
+        places, axis = taken
+        return mask[:, list(places)] if axis else mask[:, places[0]]
+
     @property
     def from_first(self) -> bool:
-        """Whether the anchor is the window's first step."""
-        return self.anchor == "first" or self.at in ("start", "episode")
+        """Whether the anchor is the window's first step, without offsets."""
+        return self.offsets is None and (self.anchor == "first" or self.at in ("start", "episode"))
 
     @property
     def need(self) -> int:
         """Internal: steps that a row must have beyond one."""
         return self.length - 1 if self.whole else 0
+
+    @property
+    def first_anchor(self) -> int:
+        """Internal: the first step of a row that may be an anchor."""
+        return self.before if self.whole else 0
 
     @property
     def needs(self) -> tuple[int, int, int]:
@@ -132,7 +223,7 @@ class Windows:
         """
         if self.stride != 1 or self.at != "any":
             return 0, 0, 0
-        return (0, self.length, 0) if self.from_first else (self.length - 1, 1, self.need)
+        return self.before, self.after + 1, self.first_anchor
 
     @property
     def function(self) -> WindowFunction | None:
@@ -144,17 +235,12 @@ class Windows:
         """Internal: whether these are the windows of a number of steps alone."""
         return self == Windows(self.length)
 
-    @property
-    def native(self) -> tuple[int, bool, bool, int]:
-        """Internal: stride, whole, anchored at the first step, and place, as the native layer takes them."""
-        return self.stride, self.whole, self.from_first, _PLACES[self.at] if isinstance(self.at, str) else 0
-
     def anchors_of(self, lengths: NDArray[np.int32], numbers: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Internal: the anchors (n,) of windows by their numbers, counted from each row's first."""
         steps = numbers.astype(np.int64) * self.stride
         if not self.from_first:
             most = np.maximum(lengths.astype(np.int64) - 1, 0)
-            steps += most - (most - self.need) // self.stride * self.stride
+            steps += most - (most - self.need) // self.stride * self.stride - (self.need - self.first_anchor)
         return steps.astype(np.uint32)
 
     def ask(self, keys: Keys, lengths: NDArray[np.int32], random: NDArray[np.float64]) -> NDArray[np.int32]:
@@ -174,7 +260,7 @@ class Windows:
             raise ArgumentError(
                 f"a function of windows returns a step for each of {len(here)} rows, found {found.dtype} {found.shape}"
             )
-        least = 0 if self.from_first else self.need
+        least = self.first_anchor
         bad = np.flatnonzero((found < least) | (found > lengths - 1 - (self.need - least)))
         if bad.size:
             whole = f" of whole windows of {self.length} steps" if self.whole else ""
@@ -183,6 +269,86 @@ class Windows:
             )
         anchors[here] = found
         return anchors
+
+
+def _checked_offsets(name: object, steps: object) -> tuple[int, ...]:
+    if not isinstance(name, str):
+        raise ArgumentError(f"offsets has names of fields, found {shown(name)}")
+    given: tuple[object, ...] | None = None
+    if not isinstance(steps, (str, bytes, bytearray, Mapping)):
+        with contextlib.suppress(TypeError):  # no iterable, or an array of no axis
+            given = tuple(itertools.islice(steps, _MOST_OFFSETS + 1))  # type: ignore[call-overload]
+    if given is None:
+        raise ArgumentError(f"offsets[{name!r}] is a list of whole numbers, found {shown(steps)}")
+    if not given:
+        raise ArgumentError(f"offsets[{name!r}] names no step: leave it out for the drawn step, or give [0]")
+    if len(given) > _MOST_OFFSETS:
+        raise ArgumentError(f"a field has at most {_MOST_OFFSETS} offsets, offsets[{name!r}] has more")
+    found = tuple(check_whole(f"an offset of {name!r}", step) for step in given)
+    seen = set[int]()
+    for step in found:
+        if abs(step) >= 2**30:
+            raise ArgumentError(f"offsets are less than 2**30 steps, found {shown(step)} of {name!r}")
+        if step in seen:
+            raise ArgumentError(f"offsets[{name!r}] has {step} more than once: a field takes each step once")
+        seen.add(step)
+    return found
+
+
+def native_windows(windows: Windows | None, taken: Sequence[FieldSteps] = ()) -> NativeWindows | None:
+    """Windows as the native layer takes them; None where their length says it all.
+
+    Args:
+        windows: None for whole rows.
+        taken: which steps each field takes; empty if all take all steps.
+    """
+    some = any(steps is not None for steps in taken)
+    if windows is None:
+        return (1, False, False, 0, 0, False, list(taken)) if some else None
+    place = _PLACES[windows.at] if isinstance(windows.at, str) else 0
+    offsets = windows.offsets is not None
+    after = windows.after if offsets else 0
+    return windows.stride, windows.whole, windows.from_first, place, after, offsets, list(taken) if some else []
+
+
+def steps_taken(
+    store: Store, names: Sequence[str], windows: Windows | None, first_only: Sequence[str]
+) -> dict[str, FieldSteps]:
+    """Which steps of the windows each field of a batch takes, without the fields that take all.
+
+    Args:
+        store: store of the rows.
+        names: fields of the batch.
+        windows: None for whole rows.
+        first_only: names of fields of which batches have the first step alone.
+
+    Raises:
+        FieldError: the store has no such field.
+        ArgumentError: steps of a field that is not in the batch or has no steps, or beyond the longest row.
+    """
+    fields, max_length = store.fields, store.max_length
+    offsets = None if windows is None else windows.offsets
+    if offsets is not None and first_only:
+        raise ArgumentError("first_only takes the first step of a window: leave it out, and give these fields offsets")
+    for what, asked in (("offsets", offsets or {}), ("first_only", first_only)):
+        for name in asked:
+            store.field_number(name)
+            if name not in names:
+                raise ArgumentError(f"{what} names {name!r}, but the batch has {', '.join(names)}: add it to fields=")
+            if fields[name].per_row:
+                raise ArgumentError(
+                    f"{what} names {name!r}, which is per_row and has no steps to choose from: leave it out"
+                )
+    for name, steps in (offsets or {}).items():
+        beyond = [step for step in steps if abs(step) >= max_length]
+        if beyond:
+            raise ArgumentError(
+                f"the offset {beyond[0]} of {name!r} is beyond every row: rows have at most {max_length} steps"
+            )
+    timed = [name for name in names if not fields[name].per_row]
+    if offsets is not None and windows is not None:
+        return {name: windows.steps_of(name) for name in timed}
+    return dict.fromkeys((name for name in timed if name in first_only), FIRST_STEP)
 
 
 def as_windows(window: object) -> Windows | None:
@@ -244,4 +410,14 @@ def _with_room(strategy: Strategy, windows: Windows) -> Strategy:
     return dataclasses.replace(strategy, limits=dataclasses.replace(limits, min_length=least))  # type: ignore[return-value]
 
 
-__all__ = ["WindowFunction", "Windows", "as_windows", "check_windows", "with_room_for"]
+__all__ = [
+    "FIRST_STEP",
+    "FieldSteps",
+    "WindowFunction",
+    "Windows",
+    "as_windows",
+    "check_windows",
+    "native_windows",
+    "steps_taken",
+    "with_room_for",
+]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,20 +20,27 @@ from geartrain.selection.shard import StepPlan
 from geartrain.selection.strategy import Candidates, Draw, Limits, Redraw, Traits, seed_of
 
 MAX_DRAWS = 2**31 - 1
+# Incomplete groups that an error message names.
+NAMED = 5
 _NO_ROWS = np.empty(0, np.uint32)
 
 
 class WholeGroups(NamedTuple):
-    """Whole groups, in the order of their keys. `DeclaredStrategy.whole_groups` returns them.
+    """Groups that can be drawn, in the order of their keys. `DeclaredStrategy.whole_groups` returns them.
+
+    A group can be drawn if it is whole, and a strategy may have late groups of fewer rows. Each place of a late group
+    that has no row names another row of the group, with generation 0.
 
     Attributes:
         rows: (G, size) uint32, the rows of each group.
         generations: (G, size) uint32, their generations.
         priorities: (G,), the groups' priorities.
-        keys: (G,) uint64, which order the groups of all shards of a job.
-        seen_keys: (S,) uint64, keys of all groups that any row was found of, in the same order. Without them the
-            strategy cannot draw from several shards.
+        seen: S, the groups that any row was found of, whether they can be drawn or not.
+        seen_keys: (S, K) uint64, their keys of K numbers, in rising order. They order the groups of all shards of a
+            job: without them the strategy cannot draw from several shards.
         seen_counts: (S,) rows found of each of these groups.
+        seen_late: (S,) bool, which of them can be drawn although they are not whole; None for none.
+        waiting: groups that only wait for the time when they are late.
 
     Examples:
         >>> import numpy as np
@@ -46,9 +53,11 @@ class WholeGroups(NamedTuple):
     rows: NDArray[np.uint32]
     generations: NDArray[np.uint32]
     priorities: NDArray[np.uint32]
-    seen: int  # groups, whole or not
+    seen: int
     seen_keys: NDArray[np.uint64] | None = None
     seen_counts: NDArray[np.uint32] | None = None
+    seen_late: NDArray[np.bool_] | None = None
+    waiting: int = 0
 
 
 class DeclaredStrategy(ABC):
@@ -129,14 +138,14 @@ class DeclaredStrategy(ABC):
         """
         raise ArgumentError(f"{type(self).__name__} has the form {self.traits.form!r} but no method that chooses rows")
 
-    def describe_group(self, candidates: Candidates, key: int) -> str:
-        """Names a group for error messages.
+    def describe_group(self, candidates: Candidates, key: Sequence[int]) -> str:
+        """Names a group for error messages, such as "prompt=7".
 
         Args:
             candidates: the rows to choose from.
-            key: one of `WholeGroups.seen_keys`.
+            key: (K,), one of `WholeGroups.seen_keys`.
         """
-        return f"the group with key {key:#x}"
+        return "key=" + "-".join(f"{number:#x}" for number in key)
 
     def _draw_groups(self, candidates: Candidates, n: int, step: int, redraw: Redraw | None) -> Draw:
         size = self.traits.atom
@@ -144,8 +153,10 @@ class DeclaredStrategy(ABC):
         groups = self.whole_groups(candidates, () if redraw is None else redraw.kept)
         wanted = (n if redraw is None else len(redraw.numbers)) // size
         if len(groups.priorities) < wanted:
+            incomplete = describe_incomplete(self, candidates, groups.seen_keys, groups.seen_counts)
             raise NotEnoughRowsError(
-                f"{wanted} groups of {size} were asked for, {len(groups.priorities)} of {groups.seen} are whole"
+                f"{wanted} groups of {size} were asked for, {len(groups.priorities)} of {groups.seen} are "
+                f"{whole_or_late(groups.seen_late is not None)}{incomplete}"
             )
         attempt = 0 if redraw is None else redraw.attempt
         chosen, _, probability, _ = _native.Candidates(groups.priorities).draw_distinct(
@@ -154,6 +165,35 @@ class DeclaredStrategy(ABC):
         return Draw(
             groups.rows[chosen].reshape(-1), groups.generations[chosen].reshape(-1), np.repeat(probability, size)
         )
+
+
+def whole_or_late(with_late: bool) -> str:
+    """What groups have to be to be drawn, for error messages."""
+    return "whole or late" if with_late else "whole"
+
+
+def describe_incomplete(
+    strategy: DeclaredStrategy,
+    candidates: Candidates,
+    keys: NDArray[np.uint64] | None,
+    counts: NDArray[np.integer[Any]] | None,
+) -> str:
+    """Names the first few groups that are not whole and how many rows each has, for the end of an error message.
+
+    Args:
+        keys: (S, K), see `WholeGroups.seen_keys`.
+        counts: (S,) rows of each group.
+    """
+    size = strategy.traits.atom
+    short = np.empty(0, np.intp) if keys is None or counts is None else np.flatnonzero(counts < size)
+    if keys is None or counts is None or not len(short):
+        return ""
+    named = ", ".join(
+        f"{strategy.describe_group(candidates, keys[at].tolist())} ({counts[at]} of {size} rows)"
+        for at in short[:NAMED].tolist()
+    )
+    more = f" and {len(short) - NAMED} more" if len(short) > NAMED else ""
+    return f"; {len(short)} {'is' if len(short) == 1 else 'are'} incomplete: {named}{more}"
 
 
 def select_declared(
@@ -263,4 +303,14 @@ def _draw_ordered(traits: Traits, candidates: Candidates, n: int, after: int, re
     return Draw(rows, generations, np.ones(wanted), state=state)
 
 
-__all__ = ["MAX_DRAWS", "DeclaredStrategy", "WholeGroups", "check_groups", "check_n", "first_rows", "select_declared"]
+__all__ = [
+    "MAX_DRAWS",
+    "DeclaredStrategy",
+    "WholeGroups",
+    "check_groups",
+    "check_n",
+    "describe_incomplete",
+    "first_rows",
+    "select_declared",
+    "whole_or_late",
+]

@@ -39,7 +39,7 @@ class RowSums:
         # Only who leads applies limits: others would see other rows by now, or another clock.
         self._limits = None if limits is None or not shard.leads else limits.now()
         self.alone = limits is not None or shard.exact  # the leader finds rows for all of the shard's ranks
-        need = 0 if shard.steps is None else max(shard.steps.need, shard.steps.skip)
+        need = 0 if shard.steps is None else shard.steps.need + shard.steps.skip
         self.refuses = limits is not None or self.over_steps or need > 0
         with_priority = " has a priority above zero" if traits.by_priority else ""
         if need:

@@ -1,13 +1,13 @@
 """Agent recorder: records agents that join and leave, as in PettingZoo's parallel environments.
 
     with store.agent_recorder(len(env.possible_agents)) as recorder:
-        observations, _ = env.reset(seed=0)
-        recorder.reset(observations)
+        obs, _ = env.reset(seed=0)
+        recorder.reset(obs)
         while env.agents:
-            actions = {agent: policy(observations[agent]) for agent in env.agents}
-            observations, rewards, terminations, truncations, _ = env.step(actions)
+            actions = {agent: policy(obs[agent]) for agent in env.agents}
+            obs, rewards, terminations, truncations, _ = env.step(actions)
             recorder.step(
-                observations, action=actions, reward=rewards, terminated=terminations, truncated=truncations,
+                obs, action=actions, reward=rewards, terminated=terminations, truncated=truncations,
             )
 
 One episode lasts from an agent's first observation to its end. Each agent's episodes go to rows of their own;
@@ -21,12 +21,13 @@ recorder.py describes their contents.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_unmasked, refuse_copies
+from geartrain.core.arguments import check_unmasked, refuse_copies, shown
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, CallCancelledError, FieldError, SchemaError, WaitTimeoutError
 from geartrain.store.recorder import RecorderPriority, StepRecorder
@@ -71,15 +72,16 @@ class AgentRecorder(RecorderPriority):
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
         self._lanes: dict[Hashable, int] = {}  # the environment of the recorder that each agent in an episode is
+        self._ended: dict[Hashable, int] = {}  # the same of agents whose last episode has ended there
         self._completed: list[Keys] = []  # of calls that were not finished
 
     # --- recording --------------------------------------------------------------------------------------------
 
-    def reset(self, observations: ByAgent, *, version: int = 0) -> Keys | None:
+    def reset(self, obs: ByAgent, *, version: int = 0) -> Keys | None:
         """Begins an episode for each agent that has an observation. Episodes in progress are ended and kept.
 
         Args:
-            observations: first observations by agent.
+            obs: first observations by agent.
             version: version of the model that acts.
 
         Returns:
@@ -88,19 +90,21 @@ class AgentRecorder(RecorderPriority):
         Raises:
             ArgumentError: something is not a dict by agent, or there are more agents than the recorder was made for.
         """
-        agents = list(_checked("observations", observations))
+        agents = list(_checked("obs", obs))
         if not agents:
             raise ArgumentError("an episode begins with the observation of at least one agent, found none")
         lanes = self._with_lanes({}, agents)
-        first = self._stacked("observation", observations, lanes)
+        first = self._stacked("obs", obs, lanes)
         keys = self._recorder.reset(first, mask=self._mask(lanes.values()), version=version)
         self._keep(keys)
-        self._cut([lane for lane in self._lanes.values() if lane >= len(agents)])
+        left = {agent: lane for agent, lane in self._lanes.items() if lane >= len(agents)}
+        self._cut(list(left.values()))
+        self._note_ended({**self._ended, **left}, lanes)
         self._lanes = lanes
         return self._all_completed()
 
     def step(
-        self, observations: ByAgent, /, *, terminated: ByAgent, truncated: ByAgent, version: int = 0, **values: ByAgent
+        self, obs: ByAgent, /, *, terminated: ByAgent, truncated: ByAgent, version: int = 0, **values: ByAgent
     ) -> Keys | None:
         """Records what `env.step` returned, each value by agent.
 
@@ -108,7 +112,7 @@ class AgentRecorder(RecorderPriority):
         does not admit the row of an agent that left, all episodes are abandoned and you must call `reset`.
 
         Args:
-            observations: observations of the agents that are there, or left in this step.
+            obs: observations of the agents that are there, or left in this step.
             terminated, truncated: bool by agent.
             version: version of the model that chose the actions.
             values: action, reward and the other fields, by field and then by agent. Values of agents that arrive in
@@ -126,36 +130,66 @@ class AgentRecorder(RecorderPriority):
             CallCancelledError: the process is stopping.
         """
         given = {"terminated": terminated, "truncated": truncated, **values}
-        for what, by_agent in (("observations", observations), *given.items()):
+        for what, by_agent in (("obs", obs), *given.items()):
             _checked(what, by_agent)
-        acting = {agent: lane for agent, lane in self._lanes.items() if agent in observations}
-        gone = {agent: lane for agent, lane in self._lanes.items() if agent not in observations}
+        acting = {agent: lane for agent, lane in self._lanes.items() if agent in obs}
+        gone = {agent: lane for agent, lane in self._lanes.items() if agent not in obs}
         flags = {"terminated": terminated, "truncated": truncated}
-        ended = {agent for agent in observations if any(_is_set(name, agent, flags[name]) for name in flags)}
-        new = [agent for agent in observations if agent not in acting and agent not in ended]
+        ended = {agent for agent in obs if any(_is_set(name, agent, flags[name]) for name in flags)}
+        new = [agent for agent in obs if agent not in acting and agent not in ended]
         staying = {agent: lane for agent, lane in acting.items() if agent not in ended}
         stacked = {name: self._stacked(name, by_agent, acting) for name, by_agent in given.items()} if acting else {}
-        seen = self._stacked("observation", observations, acting) if acting else None
-        lanes = self._with_lanes(acting, new)  # the lanes of those that end now are free from the next step on
+        seen = self._stacked("obs", obs, acting) if acting else None
+        # The lanes of those that end now are free from the next step on.
+        lanes = self._with_lanes(acting, new, [*self._ended.values(), *gone.values()])
         begun = {agent: lanes[agent] for agent in new}
         self._cut(list(gone.values()))
-        for agent in gone:
+        for agent, lane in gone.items():
             del self._lanes[agent]
+            self._ended[agent] = lane
         if begun:
-            first = self._stacked("observation", observations, begun)
+            first = self._stacked("obs", obs, begun)
             self._keep(self._recorder.reset(first, mask=self._mask(begun.values()), version=version))
         if acting:
             ends = stacked.pop("terminated"), stacked.pop("truncated")
             mask = self._mask(acting.values())
             self._keep(self._recorder.record(seen, stacked, *ends, None, mask, version))
         self._lanes = {**staying, **begun}
+        self._note_ended({**self._ended, **{agent: acting[agent] for agent in acting if agent in ended}}, begun)
         return self._all_completed()
 
     def cut(self) -> Keys | None:
         """Ends all episodes and keeps their steps. Returns keys as `step` does."""
         self._cut(range(self._recorder.n_envs))
-        self._lanes = {}
+        self._ended, self._lanes = {**self._ended, **self._lanes}, {}
         return self._all_completed()
+
+    def discard(self, agent: Hashable) -> Keys | None:
+        """Takes back an agent's episode: the one in progress, or the last one.
+
+        `StepRecorder.discard` says what that means. If the agent is observed again, a new episode begins with that
+        observation.
+
+        Args:
+            agent: the agent, as in `Keys.env`.
+
+        Returns:
+            Keys of rows that hold other episodes as well and therefore stay; None if there are none.
+
+        Raises:
+            ArgumentError: the agent is in no episode, and its last one cannot be taken back any more, because another
+                agent has begun one in its place.
+            LockTimeoutError: another process holds the store's lock. Call `discard` again.
+        """
+        lane = self._lanes.get(agent, self._ended.get(agent))
+        if lane is None:
+            raise ArgumentError(
+                f"agent {shown(agent)} has no episode to take back; agents in an episode are {list(self._lanes)}"
+            )
+        keys = self._named(self._recorder.discard(lane))
+        self._lanes.pop(agent, None)
+        self._ended.pop(agent, None)
+        return keys
 
     def close(self) -> None:
         """Ends all episodes and keeps their steps."""
@@ -182,8 +216,12 @@ class AgentRecorder(RecorderPriority):
 
     # --- agents and lanes -------------------------------------------------------------------------------------
 
-    def _with_lanes(self, taken: Mapping[Hashable, int], new: Sequence[Hashable]) -> dict[Hashable, int]:
-        """The lanes that are taken, and a free one for each new agent: the lowest ones."""
+    def _with_lanes(
+        self, taken: Mapping[Hashable, int], new: Sequence[Hashable], last: Sequence[int] = ()
+    ) -> dict[Hashable, int]:
+        """The lanes that are taken, and a free one for each new agent: the lowest ones, but those of `last`, which
+        have episodes that may be taken back, only when no others are free, in their order.
+        """
         n, lanes = self._recorder.n_envs, dict(taken)
         if len(taken) + len(new) > n:
             raise ArgumentError(
@@ -191,7 +229,8 @@ class AgentRecorder(RecorderPriority):
                 f"agent_recorder(agents={len(taken) + len(new)})"
             )
         used = set(taken.values())
-        free = (lane for lane in range(n) if lane not in used)
+        order = dict.fromkeys([*(lane for lane in range(n) if lane not in last), *last])
+        free = (lane for lane in order if lane not in used)
         lanes.update(zip(new, free, strict=False))
         return lanes
 
@@ -201,8 +240,13 @@ class AgentRecorder(RecorderPriority):
         try:
             self._keep(self._recorder.cut(self._mask(lanes)))
         except (WaitTimeoutError, CallCancelledError):
-            self._lanes = {}  # all rows were given back
+            self._lanes, self._ended = {}, {}  # all rows were given back
             raise
+
+    def _note_ended(self, ended: Mapping[Hashable, int], begun: Mapping[Hashable, int]) -> None:
+        """Notes where agents' last episodes are, but for those of whom, or where, another one has begun."""
+        taken = set(begun.values())
+        self._ended = {agent: lane for agent, lane in ended.items() if agent not in begun and lane not in taken}
 
     def _mask(self, lanes: Any) -> NDArray[np.bool_]:
         mask = np.zeros(self._recorder.n_envs, bool)
@@ -210,8 +254,17 @@ class AgentRecorder(RecorderPriority):
         return mask
 
     def _keep(self, keys: Keys | None) -> None:
-        if keys is not None:
-            self._completed.append(keys)
+        if (named := self._named(keys)) is not None:
+            self._completed.append(named)
+
+    def _named(self, keys: Keys | None) -> Keys | None:
+        """The keys with the agents in the place of their lanes."""
+        if keys is None or keys.env is None:
+            return keys
+        agents = {lane: agent for by_agent in (self._ended, self._lanes) for agent, lane in by_agent.items()}
+        named = np.empty(len(keys), object)
+        named[:] = [agents.get(lane) for lane in keys.env.tolist()]
+        return replace(keys, env=named)
 
     def _all_completed(self) -> Keys | None:
         if not self._completed:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import geartrain._native as _native
-from geartrain.core.shared_files import shared_files
+from geartrain.core.shared_files import leftovers
 from geartrain.errors import ArgumentError, GeartrainError
 
 PREFIX = "anonymous-"
@@ -37,7 +37,7 @@ def remove_dead() -> int:
     """
     removed = 0
     first = Path(_native.segment_path(PREFIX))
-    for path in shared_files(f"{first.name}*", first.parent):
+    for path in leftovers(f"{first.name}*", first.parent):
         with suppress(GeartrainError, OSError):  # another user's, another build's, or removed meanwhile
             peeked = _native.Store.attach(str(path), False, True, 1.0)
             if path.stat().st_uid == os.getuid() and peeked.live_clients() == 0:

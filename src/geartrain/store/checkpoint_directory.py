@@ -26,7 +26,8 @@ from io import FileIO
 from pathlib import Path
 
 import geartrain._native as _native
-from geartrain.errors import CheckpointError, GeartrainError
+from geartrain.core.shared_files import listed
+from geartrain.errors import CheckpointError, StoreIOError
 
 #: Longest wait for a directory that another process is removing.
 _REMOVAL_S = 10.0
@@ -173,8 +174,9 @@ def remove_unheld(path: Path, *, unlocked: bool = True) -> bool:
 
 def remove_replaced(directory: Path) -> None:
     """Removes replaced directories of a checkpoint's path that readers or killed savers left next to it."""
-    for left in directory.parent.glob(f".{glob.escape(directory.name)}.*.saving"):
-        remove_unheld(left, unlocked=False)  # without locks it may be somebody's unfinished one
+    with suppress(OSError):  # a directory that cannot be listed: the next save removes them
+        for left in listed(directory.parent, f".{glob.escape(directory.name)}.*.saving"):
+            remove_unheld(left, unlocked=False)  # without locks it may be somebody's unfinished one
 
 
 def lock_shared(path: Path) -> int:
@@ -196,9 +198,9 @@ def put_in_place(fresh: Path, directory: Path) -> None:
         try:
             _native.exchange_paths(str(fresh), str(directory))
             return
-        except GeartrainError:
+        except StoreIOError as error:
             if directory.exists():
-                raise
+                raise CheckpointError(str(error)) from None
 
 
 def resolved(directory: Path) -> Path:

@@ -39,6 +39,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ import numpy as np
 
 from geartrain.core.json_values import parse_json
 from geartrain.core.schema import Field, stored_schema
-from geartrain.core.shared_files import FULL
+from geartrain.core.shared_files import naming_errors
 from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_directory import HeldDirectory
 from geartrain.store.checkpoint_manifest import check_manifest
@@ -169,22 +170,34 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     sync_directory(path.parent)
 
 
+def put_json(path: Path, content: dict[str, Any], unfinished: Path) -> None:
+    """Writes content as `write_json` does, under another name first: the file is whole, old or new, at any time.
+
+    Raises:
+        OSError: it cannot be written. The unfinished file is removed.
+    """
+    try:
+        write_json(unfinished, content)
+        unfinished.replace(path)
+        sync_directory(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+
+
 def make_directory(directory: Path) -> None:
     """Makes a directory and its missing parents, each flushed to disk.
 
     Raises:
-        CheckpointError: it cannot be made, but for a full disk, which is an `OSError`.
+        CheckpointError, NoSpaceError: it cannot be made.
     """
     if directory.is_dir():
         return
     make_directory(directory.parent)
-    try:
+    with naming_errors("cannot create the directory", directory, CheckpointError):
         directory.mkdir(exist_ok=True)
         sync_directory(directory.parent)
-    except OSError as error:
-        if error.errno in FULL:
-            raise
-        raise CheckpointError(f"cannot create the directory {directory}: {error.strerror}") from error
 
 
 def sync_directory(directory: Path) -> None:

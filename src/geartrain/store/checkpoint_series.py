@@ -16,10 +16,11 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import geartrain.core.locks as locks
+from geartrain.core.shared_files import listed, naming_errors
 from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_directory import remove_replaced, remove_unheld
 from geartrain.store.checkpoint_format import make_directory, sync_directory
@@ -32,12 +33,13 @@ _LOCK = ".lock"
 
 
 def saved_in(directory: Path) -> list[Path]:
-    """The checkpoints of a series, oldest first."""
-    found = []
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if not path.is_symlink() and _is_time(path.name) and (path / "manifest.json").is_file():
-            found.append(path)
-    return sorted(found)
+    """The checkpoints of a series, oldest first. Raises `CheckpointError` if the directory cannot be read."""
+    with naming_errors("cannot read the checkpoints in", directory, CheckpointError):
+        return [
+            path
+            for path in listed(directory, "*Z")
+            if not path.is_symlink() and _is_time(path.name) and (path / "manifest.json").is_file()
+        ]
 
 
 @contextmanager
@@ -45,16 +47,18 @@ def holding(directory: Path) -> Iterator[None]:
     """Makes the directory of a series if it is missing, and locks out other savers.
 
     Raises:
-        CheckpointError: another process saves there, or the directory holds something else.
+        CheckpointError: another process saves there, the directory holds something else, or it cannot be made, read or
+            locked.
     """
-    make_directory(directory)
-    foreign = {path.name for path in directory.iterdir() if not _is_ours(path)}
-    if foreign:
-        raise CheckpointError(
-            f"{directory} has files that are not of a checkpoint ({', '.join(sorted(foreign)[:3])}): choose another "
-            "directory"
-        )
-    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with _naming_errors(directory):
+        make_directory(directory)
+        foreign = {path.name for path in directory.iterdir() if not _is_ours(path)}
+        if foreign:
+            raise CheckpointError(
+                f"{directory} has files that are not of a checkpoint ({', '.join(sorted(foreign)[:3])}): choose "
+                "another directory"
+            )
+        fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if not locks.take(fd, locks.EXCLUSIVE, 0):
             raise CheckpointError(f"another process is saving checkpoints to {directory}: choose another directory")
@@ -74,13 +78,15 @@ def save_next(store: Store, directory: Path, keep: int) -> Saved:
     older = saved_in(directory)
     base, why = _base(older)
     saved = store.save(directory / _time_name(older), base=base)
-    _lead_to(directory, saved.path.name)
-    for path in [*older, saved.path][:-keep]:
-        gone = path.with_name(f".{path.name}.{secrets.token_hex(6)}.saving")  # as what a save has replaced: not half
-        path.rename(gone)
-        remove_unheld(gone)
-    for path in directory.glob(".*.saving"):  # of a save that was killed, or of readers that have ended
-        remove_replaced(directory / path.name.split(".")[1])
+    with _naming_errors(directory):
+        _lead_to(directory, saved.path.name)
+        for path in [*older, saved.path][:-keep]:
+            # The name of what a save has replaced: no half checkpoint.
+            gone = path.with_name(f".{path.name}.{secrets.token_hex(6)}.saving")
+            path.rename(gone)
+            remove_unheld(gone)
+        for path in listed(directory, ".*.saving"):  # of a save that was killed, or of readers that have ended
+            remove_replaced(directory / path.name.split(".")[1])
     return saved if why is None else Saved(**{**vars(saved), "not_linked": why})
 
 
@@ -95,11 +101,20 @@ def _base(older: list[Path]) -> tuple[Path | None, str | None]:
     return older[-1], None
 
 
+def _naming_errors(directory: Path) -> AbstractContextManager[None]:
+    return naming_errors("cannot save checkpoints to", directory, CheckpointError)
+
+
 def _lead_to(directory: Path, name: str) -> None:
     fresh = directory / f".{LATEST}"
     fresh.unlink(missing_ok=True)
-    fresh.symlink_to(name)
-    fresh.rename(directory / LATEST)
+    try:
+        fresh.symlink_to(name)
+        fresh.rename(directory / LATEST)
+    except BaseException:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
     sync_directory(directory)
 
 

@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -27,8 +27,8 @@ from geartrain.core.arguments import check_path
 from geartrain.core.json_values import parse_json
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
-from geartrain.core.shared_files import FULL, room_in
-from geartrain.errors import ArgumentError, CheckpointError, NoSpaceError
+from geartrain.core.shared_files import naming_errors
+from geartrain.errors import ArgumentError, CheckpointError
 from geartrain.store.checkpoint_directory import (
     HeldDirectory,
     lock_shared,
@@ -120,7 +120,7 @@ def save(
         if incremental:
             found, not_linked = _find_base(store, base, directory, origin)
     try:
-        with _naming_errors(directory), _sibling(directory) as fresh, _naming_errors(directory):
+        with _naming_errors(directory), _sibling(directory) as fresh:
             saved = _Saving(store, fields, max_length, options, fresh, found, progress, locks).run(
                 directory, not_linked
             )
@@ -507,26 +507,21 @@ def _sibling(directory: Path) -> Iterator[Path]:
     name = f".{directory.name}.{secrets.token_hex(6)}"
     unlocked, fresh = directory.with_name(f"{name}.making"), directory.with_name(f"{name}.saving")
     unlocked.mkdir()
-    held = lock_shared(unlocked)
+    held = -1
     try:
+        held = lock_shared(unlocked)
         unlocked.rename(fresh)  # others see it only when it is locked
         yield fresh
     finally:
-        os.close(held)
-        remove_unheld(fresh)
+        if held >= 0:
+            os.close(held)
+        for left in (unlocked, fresh):
+            remove_unheld(left)
         remove_replaced(directory)  # by others, who left it to us because we held it
 
 
-@contextmanager
-def _naming_errors(directory: Path) -> Iterator[None]:
-    """Turns the kernel's bare errors into ones that name the checkpoint; of a full disk, with what it has left."""
-    try:
-        yield
-    except OSError as error:
-        what = f"cannot save the checkpoint {directory}: {error.strerror or error}"
-        if error.errno not in FULL:
-            raise CheckpointError(what) from error
-        raise NoSpaceError(f"{what}; {room_in(directory)}. The unfinished checkpoint is removed") from error
+def _naming_errors(directory: Path) -> AbstractContextManager[None]:
+    return naming_errors("cannot save the checkpoint", directory, CheckpointError)
 
 
 def _check_replaceable(directory: Path) -> None:

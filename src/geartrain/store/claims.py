@@ -660,7 +660,7 @@ def _bounds_of(lengths: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.int
 
 
 class _WithZeros:
-    """Packed arrays with rows that are gone between those that were read: zeros and empty strings, as long as they were."""
+    """Packed arrays with zeros and empty strings for rows that are gone, as long as they were."""
 
     def __init__(
         self,
@@ -700,7 +700,9 @@ class _WithZeros:
         by = self._plan.fields[axis.divided_by].axis
         counts = self._items(by)
         parts = np.zeros(int(counts.sum()), np.int64)
-        parts[self._there(by)] = np.diff(self._found.axis(number)[2])
+        read = self._found.axis(number)[2]
+        assert read is not None  # of an axis that is divided
+        parts[self._there(by)] = np.diff(read)
         first = np.cumsum(counts) - counts
         gone = self._torn & (counts > 0)
         parts[first[gone]] = lengths[gone]  # all in one of them, so that they add up

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from geartrain.core.arguments import check_choice, check_unmasked, did_you_mean
 from geartrain.core.dtypes import DTYPES, Dtype, as_dtype, as_raw, plain_tensor, torch_dtype
@@ -19,6 +19,7 @@ from geartrain.core.keys import Keys
 from geartrain.core.schema import Field, of_field
 from geartrain.errors import FieldError, SchemaError
 from geartrain.store.columns import Columns, as_column
+from geartrain.store.recorder import GOES_ON_THERE, repeats_field, shares_rows
 
 #: Conversions that an insert may make, as in NumPy: none, lossless ones, or ones within a kind of number.
 Casting = Literal["no", "safe", "same_kind"]
@@ -68,13 +69,35 @@ def insert_rows(
         raise SchemaError(f"the longest of `lengths` is {as_lengths.max()}, the arrays have {steps} steps")
     as_priorities = as_column(priorities, n, np.float64, "priorities")
     as_versions = as_column(versions, n, np.int64, "versions")
-    columns.limiter.admit_inserts(n)
+    worth = n
+    if columns.native.limited and columns.native.limited_by_steps:
+        arrays = {name: array for (_, array), name in zip(sources, fields, strict=True)}
+        worth = _steps_of(columns, n, arrays, as_lengths)
+    columns.limiter.admit_inserts(worth)
     try:
         rows, generations = columns.native.insert(n, sources, as_lengths, as_priorities, as_versions, threads)
         return Keys.of_rows(rows, generations, columns.store_id)
     except BaseException:
-        columns.limiter.give_back(inserts=n)
+        columns.limiter.give_back(inserts=worth)
         raise
+
+
+def _steps_of(columns: Columns, n: int, arrays: Mapping[str, Any], lengths: NDArray[np.uint32] | None) -> int:
+    """Steps of rows that can be drawn once these are inserted, as `Store.num_steps` counts them."""
+    until = np.full(n, columns.max_length, np.int64) if lengths is None else lengths.astype(np.int64)
+    first, ends = np.zeros(n, np.int64), until - 1
+    if (found := repeats_field(columns.fields)) is not None:
+        numbers = np.asarray(arrays[found[0]])
+        first, until = np.minimum(numbers[:, 0], until), until - (numbers[:, 2] & GOES_ON_THERE != 0)
+    steps = int(np.maximum(until - first, 0).sum())
+    if columns.fields.get("last") != Field((), "bool"):
+        return steps
+    last = np.asarray(arrays["last"]).view(np.bool_)
+    place = np.arange(last.shape[1])[None]
+    counted = (first[:, None] <= place) & (place < until[:, None])
+    if not shares_rows(columns.fields):  # one may be at a row's end
+        counted &= place == ends[:, None]
+    return steps - int((last & counted).sum())
 
 
 def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> tuple[Any, int, int]:

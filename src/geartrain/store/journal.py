@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ import numpy as np
 import geartrain._native as _native
 from geartrain.core.arguments import check_path
 from geartrain.core.schema import Field
-from geartrain.core.shared_files import FULL
+from geartrain.core.shared_files import naming_errors
 from geartrain.core.threads import DaemonThread, ReentrantEvent
-from geartrain.errors import GeartrainError, JournalError, NoSpaceError, StoreClosedError
+from geartrain.errors import GeartrainError, JournalError, StoreClosedError
 from geartrain.store.checkpoint_reader import Checkpoint, restore
 from geartrain.store.journal_directory import Disk, JournalContents, JournalDirectory, is_journal, make_journal
 from geartrain.store.journal_format import Frame, block_shapes
@@ -329,7 +329,7 @@ class JournalOptions:
                 f"{checkpoint.directory} has format version 1, which a journal cannot begin with: load and save it "
                 "first"
             )
-        with self._naming_the_disk():
+        with naming_errors("cannot write the journal", self.path, JournalError):
             origin = None if checkpoint is None else checkpoint.id
             directory = make_journal(self.path, fields, max_length, options, self._disk, origin)
             if not directory.lock():
@@ -337,11 +337,14 @@ class JournalOptions:
                     f"the journal {self.path} is in use by another store: join that one with Store.open, or close "
                     "it first"
                 )
+            writer = None
             try:
                 with directory.filling(int(native.describe()["store_id"])):
                     writer = self._writer(native, fields, max_length, directory, checkpoint, progress)
                     native.set_journal(os.fsencode(self.path), self._full == "error", int(self._sync_s * 1e9))
             except BaseException:
+                if writer is not None:
+                    writer.close()
                 directory.unlock()
                 raise
         return lambda: Journal(native, fields, max_length, writer, self._disk)
@@ -398,15 +401,6 @@ class JournalOptions:
             writer.close()
             raise
         return writer
-
-    @contextlib.contextmanager
-    def _naming_the_disk(self) -> Iterator[None]:
-        """Turns the kernel's errors into errors that name the store's disk."""
-        try:
-            yield
-        except OSError as error:
-            kind = NoSpaceError if error.errno in FULL else JournalError
-            raise kind(f"the journal {self.path} cannot be written: {error.strerror}") from error
 
 
 def join(native: _native.Store, fields: dict[str, Field], max_length: int) -> Journal | None:

@@ -24,17 +24,18 @@ import geartrain.core.locks as locks
 from geartrain.core.arguments import shown
 from geartrain.core.json_values import entry, read_object
 from geartrain.core.schema import Field, fields_of_stored
+from geartrain.core.shared_files import listed, naming_errors
 from geartrain.errors import JournalError
 from geartrain.store.checkpoint_format import (
     CURRENT_NAMES,
     ROW_RECORD,
     json_checksum,
     make_directory,
+    put_json,
     renamed,
     schema_of,
     stored_options,
     sync_directory,
-    write_json,
 )
 from geartrain.store.checkpoint_manifest import check_stored_options, check_stored_schema
 from geartrain.store.journal_format import (
@@ -198,17 +199,14 @@ class JournalDirectory:
     def note_later(self, checkpoint: str) -> None:
         """Notes a checkpoint as one whose rows the journal has. The caller holds the lock. Raises `OSError`."""
         self.later.append(checkpoint)
-        unfinished = self.path / f".{MANIFEST}"
-        write_json(unfinished, {**self._manifest, "later": self.later})
-        unfinished.rename(self.path / MANIFEST)
-        sync_directory(self.path)
+        put_json(self.path / MANIFEST, {**self._manifest, "later": self.later}, self.path / f".{MANIFEST}")
 
     @contextmanager
     def filling(self, store: int) -> Iterator[None]:
         """Says which store is being filled, so that one that a killed process leaves half filled is known."""
         note = self.path / FILLING
-        note.write_text(str(store))
         try:
+            note.write_text(str(store))
             yield
         finally:
             note.unlink(missing_ok=True)
@@ -246,9 +244,15 @@ class JournalDirectory:
             self.disk.sync_directory(self.path)
 
     def numbers(self) -> list[int]:
-        """The numbers of the segment files there are. Raises `JournalError` where one between them is missing."""
+        """The numbers of the segment files there are.
+
+        Raises:
+            JournalError: one between them is missing, or the directory cannot be read.
+        """
         found = []
-        for path in self.path.glob("segment-*.bin"):
+        with naming_errors("cannot read the journal", self.path, JournalError):
+            paths = listed(self.path, "segment-*.bin")
+        for path in paths:
             digits = path.name.removeprefix("segment-").removesuffix(".bin")
             if digits.isdigit():
                 found.append(int(digits))
@@ -305,12 +309,22 @@ class JournalDirectory:
         on: _Readers,
         repair: bool,
     ) -> None:
+        with naming_errors("cannot read the journal's file", self.segment_path(number), JournalError):
+            self._read_named_segment(found, number, last, verify, on, repair)
+
+    def _read_named_segment(
+        self,
+        found: JournalContents,
+        number: int,
+        last: bool,
+        verify: bool,
+        on: _Readers,
+        repair: bool,
+    ) -> None:
         path = self.segment_path(number)
         segment = Segment(number)
-        try:
-            fd = os.open(path, (os.O_RDWR if repair else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:  # its writer may have removed it meanwhile
-            raise JournalError(f"{path} cannot be read: {error.strerror}") from None
+        # Its writer may have removed it meanwhile.
+        fd = os.open(path, (os.O_RDWR if repair else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             size = os.fstat(fd).st_size
             first = found.next_number if found.segments else None
@@ -416,10 +430,9 @@ def make_journal(
                 f"{path} has files that are not of a journal ({', '.join(sorted(foreign)[:3])}): choose another "
                 "directory"
             )
-        unfinished = path / f".{MANIFEST}"
         version = VERSION_STEPS if options["priority_per"] == "step" else VERSION
-        write_json(
-            unfinished,
+        put_json(
+            path / MANIFEST,
             {
                 "format": FORMAT,
                 "version": VERSION_MAX if options["new_priority"] == "max" else version,
@@ -428,9 +441,8 @@ def make_journal(
                 "options": stored_options(options),
                 **({} if origin is None else {"origin": origin}),
             },
+            path / f".{MANIFEST}",
         )
-        unfinished.rename(path / MANIFEST)
-        sync_directory(path)
     journal = JournalDirectory(path, disk)
     journal.check_matches(fields, max_length, options)
     return journal

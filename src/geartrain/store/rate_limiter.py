@@ -5,6 +5,10 @@
 
 Afterwards commits wait while the learners are behind, and every `Replay` of the store waits while the actors are
 behind. The settings have Reverb's names. native/segment/rate_limiter.h has the formula.
+
+With `unit="steps"` the ratio is samples per step instead of per row, as for DQN and SAC:
+
+    store.limiter.set(samples_per_insert=4, min_size_to_sample=10_000, unit="steps")
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, SupportsIndex
+from typing import Literal, NoReturn, SupportsIndex
 
 import geartrain._native as _native
 from geartrain.core.arguments import (
+    check_choice,
     check_flag,
     check_function,
     check_real,
@@ -33,6 +38,10 @@ LOOK_EVERY_S = 0.25
 INSERT_TIMEOUT_S = 600.0
 _RATIO = "a finite number above zero"
 
+#: What a limiter counts as an insert.
+Unit = Literal["rows", "steps"]
+UNITS = ("rows", "steps")
+
 
 @dataclass(frozen=True)
 class LimiterState:
@@ -40,12 +49,13 @@ class LimiterState:
 
     Attributes:
         enabled: whether inserts and samples may have to wait.
-        samples_per_insert, min_size_to_sample, error_buffer: as in `RateLimiter.set`; 0 for no ratio.
-        inserts, samples: rows inserted and rows sampled since it was set.
+        unit, samples_per_insert, min_size_to_sample, error_buffer: as in `RateLimiter.set`; 0 for no ratio.
+        inserts, samples: rows or steps inserted, and rows of batches sampled, since it was set.
         insert_wait_s, sample_wait_s: seconds that threads of all processes have waited, together.
     """
 
     enabled: bool
+    unit: Unit
     samples_per_insert: float
     min_size_to_sample: int
     error_buffer: float
@@ -62,9 +72,10 @@ class LimiterState:
     def __str__(self) -> str:
         if not self.enabled:
             return "no limits"
-        ratio = f"{self.samples_per_insert:g} samples per insert" if self.samples_per_insert else "no ratio"
+        of = "insert" if self.unit == "rows" else "step"
+        ratio = f"{self.samples_per_insert:g} samples per {of}" if self.samples_per_insert else "no ratio"
         return (
-            f"{ratio}, at least {self.min_size_to_sample} rows, error buffer {self.error_buffer:g}; so far "
+            f"{ratio}, at least {self.min_size_to_sample} {self.unit}, error buffer {self.error_buffer:g}; so far "
             f"{self.inserts} inserted and {self.samples} sampled, {self.lead:+g} from the middle"
         )
 
@@ -107,16 +118,23 @@ class RateLimiter:
         samples_per_insert: float | None = None,
         min_size_to_sample: int = 1,
         error_buffer: float | None = None,
+        unit: Unit = "rows",
         afresh: bool | None = None,
     ) -> None:
         """Sets or changes the limits. Processes that wait check the new ones at once.
 
         Args:
-            samples_per_insert: rows sampled for each row inserted, on average. None enforces only `min_size_to_sample`.
-            min_size_to_sample: samples wait until this many rows are available.
+            samples_per_insert: samples for each row inserted, on average; with `unit="steps"` for each step. A sample
+                is one row of a batch, whatever the batch shows of it: a transition is one sample. None enforces only
+                `min_size_to_sample`.
+            min_size_to_sample: samples wait until this many rows, or steps, are available.
             error_buffer: how far either side may run ahead, in samples. A batch may have at most `2 * error_buffer -
-                samples_per_insert` rows. By default `min_size_to_sample * samples_per_insert`, plus ten inserts' worth.
-            afresh: count inserts and samples from zero. By default True if the limiter was off or the ratio changes.
+                samples_per_insert` rows. By default `min_size_to_sample * samples_per_insert`, plus ten inserts' worth;
+                with `unit="steps"`, plus that of ten of the longest rows.
+            unit: what counts as an insert: "rows", or "steps" as `Store.num_steps` counts them. Steps count when they
+                can be sampled: those of a recorder when their row is published (`publish_every`) or completed.
+            afresh: count inserts and samples from zero. By default True if the limiter was off, or the ratio or the
+                unit changes.
 
         Raises:
             ArgumentError: with this buffer neither side could ever move, or a value is out of range.
@@ -128,8 +146,10 @@ class RateLimiter:
             raise ArgumentError(
                 f"min_size_to_sample must be at least 1, and at most 2**32, found {shown(min_size_to_sample)}"
             )
+        steps = check_choice("unit", unit, UNITS) == "steps"
         if error_buffer is None:
-            error_buffer = max(1.0, ratio) * (min_size_to_sample + 10)
+            rows_worth = int(self._native.describe()["max_length"]) if steps else 1
+            error_buffer = max(1.0, ratio) * (min_size_to_sample + 10 * rows_worth)
         elif samples_per_insert is None:
             raise ArgumentError("an error_buffer means nothing without samples_per_insert")
         if not max(1.0, ratio) <= check_real("error_buffer", error_buffer):
@@ -141,27 +161,28 @@ class RateLimiter:
         if afresh is not None:
             afresh = check_flag("afresh", afresh)
         else:
-            afresh = not before.enabled or before.samples_per_insert != ratio
-        self._native.limit(True, ratio, int(min_size_to_sample), float(error_buffer), afresh)
+            afresh = not before.enabled or before.samples_per_insert != ratio or before.unit != unit
+        self._native.limit(True, ratio, int(min_size_to_sample), float(error_buffer), afresh, steps)
 
     def off(self) -> None:
         """Turns the limiter off. Calls that wait continue."""
         now = self.state()
-        self._native.limit(False, now.samples_per_insert, now.min_size_to_sample, now.error_buffer, False)
+        steps = now.unit == "steps"
+        self._native.limit(False, now.samples_per_insert, now.min_size_to_sample, now.error_buffer, False, steps)
 
     def state(self) -> LimiterState:
         """Settings and counters."""
         return LimiterState(**self._native.limiter())
 
     def admit_inserts(self, n: int, timeout_s: float = INSERT_TIMEOUT_S) -> None:
-        """Waits until `n` rows may be inserted, and counts them. Every commit calls this.
+        """Waits until `n` rows, or steps, may be inserted, and counts them. Every commit calls this.
 
         Args:
-            n: rows.
+            n: rows; steps if these are the limiter's unit.
             timeout_s: longest wait, in seconds.
 
         Raises:
-            ArgumentError: the limits never admit `n` rows at once.
+            ArgumentError: the limits never admit so many at once.
             WaitTimeoutError: not admitted within `timeout_s`. The message has the limiter's state.
             CallCancelledError: `stopping` returned True.
         """
@@ -173,7 +194,7 @@ class RateLimiter:
         start = state.inserts + n <= state.min_size_to_sample or state.lead + worth <= state.error_buffer
         if worth > 2 * state.error_buffer and not start:
             raise ArgumentError(
-                f"{n} rows at once are worth {worth:g} samples, and the error buffer lets the "
+                f"{n} {state.unit} at once are worth {worth:g} samples, and the error buffer lets the "
                 f"lead change by {2 * state.error_buffer:g} at most: insert fewer at a time, or set a larger one"
             )
         self._wait(self._native.admit_inserts, n, timeout_s, self.stopping, state, "inserted")
@@ -203,10 +224,10 @@ class RateLimiter:
         self._wait(self._native.admit_samples, n, timeout_s, stopping, state, "sampled")
 
     def give_back(self, *, inserts: int = 0, samples: int = 0) -> None:
-        """Uncounts rows that were admitted, but then neither inserted nor sampled.
+        """Uncounts what was admitted, but then neither inserted nor sampled.
 
         Args:
-            inserts: rows admitted by `admit_inserts`.
+            inserts: rows or steps admitted by `admit_inserts`.
             samples: rows admitted by `admit_samples`.
         """
         inserts, samples = _checked(inserts)[0], _checked(samples)[0]
@@ -225,28 +246,30 @@ class RateLimiter:
         if stopping is not None:
             check_function("stopping", stopping)
         until_s = time.monotonic() + timeout_s
+        counted = f"{n} {before.unit if what == 'inserted' else 'rows'}"
         while not admit(n, max(0.0, min(LOOK_EVERY_S, until_s - time.monotonic()))):
             if stopping is not None and stopping():
-                raise CallCancelledError(f"cancelled while {n} rows waited to be {what}")
+                raise CallCancelledError(f"cancelled while {counted} waited to be {what}")
             if time.monotonic() >= until_s:
                 raise WaitTimeoutError(
-                    f"{n} rows could not be {what} within {timeout_s:g} s: {self._why_not(before, what)}"
+                    f"{counted} could not be {what} within {timeout_s:g} s: {self._why_not(before, what)}"
                 )
 
     def _why_not(self, before: LimiterState, what: str) -> str:
         """What a wait that began at a state was for, whether the other side moved meanwhile, and the limits."""
-        now, selectable = self.state(), self._native.committed_count()
+        now, rows = self.state(), self._native.committed_count()
+        selectable = rows if now.unit == "rows" else self._native.step_count()
         if what == "inserted":
             reason, moved, others = "inserts are ahead of samples", now.samples - before.samples, "sampled"
         else:
             reason, moved, others = "samples are ahead of inserts", now.inserts - before.inserts, "inserted"
             if selectable < now.min_size_to_sample:
-                reason = "too few rows are selectable"
+                reason = f"too few {now.unit} are selectable"
         if moved > 0:
             meanwhile = f"{moved} were {others} meanwhile, so that a longer timeout waits for the rest"
         else:
             meanwhile = f"none was {others} meanwhile"
-        return f"{reason}; {meanwhile}. The store's rate limiter has {now}, {selectable} rows selectable"
+        return f"{reason}; {meanwhile}. The store's rate limiter has {now}, {selectable} {now.unit} selectable"
 
 
 def _checked(n: int, timeout_s: float = 0.0) -> tuple[int, float]:
@@ -256,4 +279,4 @@ def _checked(n: int, timeout_s: float = 0.0) -> tuple[int, float]:
     return whole_number("the number of rows", n, 2**32), timeout(timeout_s)
 
 
-__all__ = ["LimiterState", "RateLimiter"]
+__all__ = ["UNITS", "LimiterState", "RateLimiter", "Unit"]

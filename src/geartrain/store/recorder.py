@@ -1,14 +1,14 @@
 """Step recorder: records the steps of n environments into growing rows, with one native call a step.
 
     recorder = store.recorder(envs.num_envs, autoreset=envs.metadata["autoreset_mode"])
-    observation, _ = envs.reset(seed=0)
-    recorder.reset(observation)
+    obs, _ = envs.reset(seed=0)
+    recorder.reset(obs)
     while True:
-        action = policy(observation)
-        observation, reward, terminated, truncated, info = envs.step(action)
+        action = policy(obs)
+        obs, reward, terminated, truncated, info = envs.step(action)
         recorder.step(
-            observation, action=action, reward=reward, terminated=terminated, truncated=truncated,
-            final_observation=info.get("final_obs"),
+            obs, action=action, reward=reward, terminated=terminated, truncated=truncated,
+            final_obs=info.get("final_obs"),
         )
 
 A row holds one episode, or a piece of it. Step t has the observation, the action chosen there, its reward, and whether
@@ -60,10 +60,10 @@ AUTORESETS = ("next_step", "same_step", "disabled")
 #: Fields that a recorder fills and requires, and fields that it fills if the store has them.
 REQUIRED_FIELDS = {"terminated": "bool", "last": "bool"}
 OPTIONAL_FIELDS = {"truncated": "bool", "step_version": "int64", "episode_return": "float32"}
-#: What `StepRecorder.step` calls its own arguments; a field of such a name could not be given.
-_TAKEN = ("final_observation", "mask", "version")
+#: What `StepRecorder.step` and native/python/step_writer.cc call arguments; a field of such a name could not be given.
+_TAKEN = ("final_obs", "mask", "version", "observation")
 #: Names of observations, alone or before a dot.
-OBSERVATIONS = ("observation", "obs")
+OBSERVATIONS = ("obs", "observation")
 
 #: Episodes that a row holds; where a store has it, rows may hold several. Field names that begin with "geartrain." are
 #: reserved, so that no field of a user is taken for it. native/fetch/episodes.h
@@ -166,7 +166,7 @@ class StepRecorder:
     Args:
         columns, n_envs, publish_every, overlap, autoreset, share_rows, zeros: as in `Store.recorder`, which makes the
             object.
-        observations: names of the fields that are observations.
+        obs: names of the fields that are observations.
         priority: priority of what is published from now on; may be set later.
 
     Attributes:
@@ -193,7 +193,7 @@ class StepRecorder:
         columns: Columns,
         n_envs: int,
         *,
-        observations: Sequence[str] | None,
+        obs: Sequence[str] | None,
         publish_every: int | None,
         overlap: int,
         priority: float | None,
@@ -207,8 +207,8 @@ class StepRecorder:
         first_priority = check_priority(priority)
         check_steps(publish_every, overlap, columns.max_length)
         fields = columns.fields
-        self.observations = _observations_of(fields, observations)
-        _check_automatic(fields, self.observations)
+        self.obs = _observations_of(fields, obs)
+        _check_automatic(fields, self.obs)
         if check_flag("share_rows", share_rows) and (not shares_rows(fields) or "episode_return" in fields):
             raise FieldError(
                 "share_rows needs a store with the fields of recorded_fields(..., share_rows=True), which has "
@@ -228,7 +228,7 @@ class StepRecorder:
         self._columns = columns
         names = list(fields)
         self._values = [name for name in names if self._role(name) == _VALUE]
-        self._arguments = StepArguments(fields, self.n_envs, self.observations, self._values)
+        self._arguments = StepArguments(fields, self.n_envs, self.obs, self._values)
         self._native = _native.StepWriter(
             columns.native,
             self.n_envs,
@@ -251,21 +251,21 @@ class StepRecorder:
             return _REPEATS_ROLE
         if self._columns.fields[name].per_row:
             return _NONE
-        return _OBSERVATION if name in self.observations else _VALUE
+        return _OBSERVATION if name in self.obs else _VALUE
 
     # --- recording --------------------------------------------------------------------------------------------
 
-    def reset(self, observation: Any, *, mask: Any = None, version: int = 0) -> Keys | None:
+    def reset(self, obs: Any, *, mask: Any = None, version: int = 0) -> Keys | None:
         """Begins an episode in every environment. An episode in progress is ended and kept.
 
         Args:
-            observation: first observations, (n_envs, ...), or a dict of arrays by field. A single environment may leave
+            obs: first observations, (n_envs, ...), or a dict of arrays by field. A single environment may leave
                 out the leading axis.
             mask: (n_envs,) bool: environments to reset. Observations of the others are ignored.
             version: version of the model that acts.
 
         Returns:
-            Keys of the rows that this completes; None if there are none.
+            Keys of the rows that this completes, with their environments (`Keys.env`); None if there are none.
 
         Raises:
             ArgumentError: an observation is missing.
@@ -275,9 +275,9 @@ class StepRecorder:
             CallCancelledError: the process is stopping.
         """
         version = check_version(version)
-        if observation is None:
+        if obs is None:
             raise ArgumentError("an episode begins with an observation, found None")
-        arguments = {"observation": observation, "mask": mask}
+        arguments = {"observation": obs, "mask": mask}
         return self._finish(
             lambda given, admitted: self._native.begin(given["observation"], given["mask"], version, admitted),
             arguments,
@@ -285,11 +285,11 @@ class StepRecorder:
 
     def step(
         self,
-        observation: Any,
+        obs: Any,
         *,
         terminated: Any,
         truncated: Any,
-        final_observation: Any = None,
+        final_obs: Any = None,
         mask: Any = None,
         version: int = 0,
         **values: Any,
@@ -299,11 +299,11 @@ class StepRecorder:
         If it raises, nothing was recorded and you can pass the same step again.
 
         Args:
-            observation: what `envs.step` returned, (n_envs, ...), or a dict of arrays by field. With
+            obs: what `envs.step` returned, (n_envs, ...), or a dict of arrays by field. With
                 autoreset="next_step", an environment whose episode ended in the last call begins the next episode with
                 it; its action, reward and flags are ignored.
             terminated, truncated: (n_envs,) bool.
-            final_observation: last observations of the episodes that ended: `info["final_obs"]`, or arrays (n_envs,
+            final_obs: last observations of the episodes that ended: `info["final_obs"]`, or arrays (n_envs,
                 ...). Needed with autoreset="same_step" only.
             mask: (n_envs,) bool: environments that were stepped; all by default.
             version: version of the model that chose the actions.
@@ -311,7 +311,7 @@ class StepRecorder:
                 leading axis and pass Python numbers. Dtypes of the same kind are converted.
 
         Returns:
-            Keys of the rows that this completes; None if there are none.
+            Keys of the rows that this completes, with their environments (`Keys.env`); None if there are none.
 
         Raises:
             FieldError: a field has no values, or there is no such field.
@@ -320,53 +320,51 @@ class StepRecorder:
             WaitTimeoutError: the store's rate limiter did not admit a row in time.
             CallCancelledError: the process is stopping.
         """
-        return self.record(observation, values, terminated, truncated, final_observation, mask, version)
+        return self.record(obs, values, terminated, truncated, final_obs, mask, version)
 
     def record(
         self,
-        observation: Any,
+        obs: Any,
         values: dict[str, Any],
         terminated: Any,
         truncated: Any,
-        final_observation: Any = None,
+        final_obs: Any = None,
         mask: Any = None,
         version: int = 0,
     ) -> Keys | None:
         """The same as `step`, with the values in one dict. It saves about a microsecond of keyword arguments.
 
         Args:
-            observation, values, terminated, truncated, final_observation, mask, version: as in `step`.
+            obs, values, terminated, truncated, final_obs, mask, version: as in `step`.
 
         Raises:
-            ArgumentError: an argument has the wrong type, or `final_observation` was given with another `autoreset`
+            ArgumentError: an argument has the wrong type, or `final_obs` was given with another `autoreset`
                 than "same_step".
         """
         version = check_version(version)
-        if final_observation is not None and not self._same_step:
-            raise ArgumentError("final_observation is for autoreset='same_step'; elsewhere it is the observation")
+        if final_obs is not None and not self._same_step:
+            raise ArgumentError("final_obs is for autoreset='same_step'; elsewhere it is the observation")
         try:
-            answer = self._native.step(
-                observation, values, terminated, truncated, final_observation, mask, version, False
-            )
+            answer = self._native.step(obs, values, terminated, truncated, final_obs, mask, version, False)
         except TypeError:
-            found = f"{type(observation).__name__}, {type(values).__name__}, {terminated!r} and {truncated!r}"
+            found = f"{type(obs).__name__}, {type(values).__name__}, {terminated!r} and {truncated!r}"
             raise ArgumentError(
                 f"a step has an observation, values in a dict by field, terminated and truncated; found {found}"
             ) from None
         if answer is None:
             return None
         arguments = {
-            "observation": observation,
+            "observation": obs,
             "values": values,
             "terminated": terminated,
             "truncated": truncated,
-            "final_observation": final_observation,
+            "final_obs": final_obs,
             "mask": mask,
         }
 
         def record(now: dict[str, Any], admitted: bool) -> bytes | int | str | None:
             flags = (now["terminated"], now["truncated"])
-            final, mask = now["final_observation"], now["mask"]
+            final, mask = now["final_obs"], now["mask"]
             return self._native.step(now["observation"], now["values"], *flags, final, mask, version, admitted)
 
         return self._finish(record, arguments, answer)
@@ -406,7 +404,7 @@ class StepRecorder:
             mask: (n_envs,) bool: environments whose episodes end; all by default.
 
         Returns:
-            Keys of the rows that this completes; None if there are none.
+            Keys of the rows that this completes, with their environments (`Keys.env`); None if there are none.
 
         Raises:
             WaitTimeoutError, CallCancelledError: as for `step`. The rows are abandoned.
@@ -418,13 +416,40 @@ class StepRecorder:
                 self._native.abandon()
             raise
 
+    def discard(self, env: int) -> Keys | None:
+        """Takes back an episode of one environment, for example a failed demonstration.
+
+        This is the episode of the newest step: the one in progress or, until the next begins, the one that ended last.
+        Steps that were not published are dropped. Rows that can be sampled already are deleted, and the store's rate
+        limiter gets their inserts back. A batch that was drawn before stays as it is.
+
+        After an episode in progress was taken back, the environment is in no episode. Call `reset` with its mask to
+        begin the next one, or leave it out of `mask` until then. After an episode that had ended, `autoreset` begins
+        the next one as usual. With "same_step" that one is in progress already, and stays: an episode without a step
+        has nothing to take back.
+
+        If the process is killed meanwhile, some rows of the episode may stay.
+
+        Args:
+            env: index of the environment, as in `Keys.env`.
+
+        Returns:
+            Keys of rows that hold other episodes as well (`share_rows=True`) and therefore stay, with the episode's
+            published steps; None if there are none. `Store.delete` deletes them with all of their episodes.
+
+        Raises:
+            ArgumentError: there is no such environment.
+            LockTimeoutError: another process holds the store's lock. Call `discard` again.
+        """
+        return self._keys(self._native.discard(self._checked_env(env)))
+
     def close(self) -> None:
         """Ends all episodes and keeps their steps."""
         self.cut()
 
     @property
     def rows(self) -> int:
-        """Number of rows completed so far."""
+        """Number of rows completed so far; rows that `discard` deletes while they grow are none of them."""
         return self._native.rows
 
     @property
@@ -442,18 +467,21 @@ class StepRecorder:
     def priority(self, priority: float | None) -> None:
         self._native.priority = check_priority(priority)
 
-    def in_episode(self, environment: int) -> bool:
+    def in_episode(self, env: int) -> bool:
         """Whether an environment is in an episode.
 
         Args:
-            environment: its index.
+            env: its index.
 
         Raises:
             ArgumentError: there is no such environment.
         """
-        if not 0 <= check_whole("environment", environment) < self.n_envs:
-            raise ArgumentError(f"environments are numbered from 0 to {self.n_envs - 1}, found {environment}")
-        return self._native.in_episode(environment)
+        return self._native.in_episode(self._checked_env(env))
+
+    def _checked_env(self, env: int) -> int:
+        if not 0 <= check_whole("env", env) < self.n_envs:
+            raise ArgumentError(f"env is the index of an environment, 0 to {self.n_envs - 1}; found {env}")
+        return int(env)
 
     def __enter__(self) -> Self:
         return self
@@ -490,15 +518,22 @@ class StepRecorder:
             answer = call(given, False)
         if isinstance(answer, int):
             limiter = self._columns.limiter
-            rows = answer
-            limiter.admit_inserts(rows)
+            inserts = answer
+            limiter.admit_inserts(inserts)
             try:
                 answer = call(given, True)
             except BaseException:
-                limiter.give_back(inserts=rows)
+                limiter.give_back(inserts=inserts)
                 raise
         assert not isinstance(answer, int | str)
-        return None if answer is None else Keys.packed(answer, self._columns.store_id)
+        return self._keys(answer)
+
+    def _keys(self, packed: bytes | None) -> Keys | None:
+        """The keys of rows, with their environments."""
+        if packed is None:
+            return None
+        row, generation, env = np.frombuffer(packed, np.uint32).reshape(3, -1).copy()
+        return Keys.of_rows(row, generation, self._columns.store_id, env=env)
 
 
 class RecorderPriority:
@@ -549,12 +584,12 @@ def _observations_of(fields: Mapping[str, Field], given: Sequence[str] | None) -
         if not found:
             raise FieldError(
                 f"no field is called {' or '.join(OBSERVATIONS)}, alone or before a dot: say which are observations "
-                f"(observations=[...]); the store has {', '.join(fields)}"
+                f"(obs=[...]); the store has {', '.join(fields)}"
             )
     else:
         given = [given] if isinstance(given, str) else given
         if not isinstance(given, Sequence) or not given or not all(isinstance(name, str) for name in given):
-            raise ArgumentError(f"observations is a list of names of fields, found {shown(given)}")
+            raise ArgumentError(f"obs is a list of names of fields, found {shown(given)}")
         found = tuple(given)
     for name in found:
         if name not in fields:
@@ -566,12 +601,13 @@ def _observations_of(fields: Mapping[str, Field], given: Sequence[str] | None) -
     return found
 
 
-def _check_automatic(fields: Mapping[str, Field], observations: Sequence[str]) -> None:
+def _check_automatic(fields: Mapping[str, Field], obs: Sequence[str]) -> None:
     """Raises `FieldError` unless the fields that a recorder fills are there and are what they have to be."""
     missing = [name for name in REQUIRED_FIELDS if name not in fields]
     if missing:
         raise FieldError(f"the store lacks {', '.join(missing)}: use recorded_fields to make its fields")
-    taken = [name for name in (*_TAKEN, "observation") if name in fields and name not in observations]
+    given = [name for name, field in fields.items() if not field.per_row and name not in obs]  # a step has them by name
+    taken = [name for name in _TAKEN if name in given]
     if taken:
         raise FieldError(
             f"a step's values are given by name, and {', '.join(map(repr, taken))} means something else there: call "

@@ -318,12 +318,21 @@ class Row(_Uncommitted):
         if length.__class__ is not int or not plain or not 0 <= length < 2**32:
             length = whole_number("the row's length", length, 2**32 - 1)
             priority = check_priority(priority)
-        self._columns.native.extend(self._index, length, _NONE if priority is None else priority)
+        admitted, native = 0, self._columns.native
+        if native.limited and native.limited_by_steps:
+            before = native.counted_steps(self._index, self._length or 0)
+            admitted = max(0, native.counted_steps(self._index, length) - before)
+            self._columns.limiter.admit_inserts(admitted)
+        try:
+            native.extend(self._index, length, _NONE if priority is None else priority)
+        except BaseException:
+            self._columns.limiter.give_back(inserts=admitted)
+            raise
         self._length = length
 
     def _enter(self, call: Callable[[int, int, float, int], int], length: int | None) -> None:
         limiter = self._columns.limiter
-        admitted = False
+        admitted = 0
         try:
             if length is None:
                 raise SchemaError(
@@ -337,13 +346,14 @@ class Row(_Uncommitted):
             if len(self._taken) != len(self._columns.fields):
                 self._check_written(self._index, self._taken)
             if self._columns.native.limited:
-                limiter.admit_inserts(1)
-                admitted = True
+                native = self._columns.native
+                inserts = native.counted_steps(self._index, length) if native.limited_by_steps else 1
+                limiter.admit_inserts(inserts)
+                admitted = inserts
             priority, version = check_entry(self._priority, self._version)
             self._generation = call(self._index, length, _NONE if priority is None else priority, version)
         except BaseException:
-            if admitted:
-                limiter.give_back(inserts=1)
+            limiter.give_back(inserts=admitted)
             self.abandon()
             raise
 
@@ -478,8 +488,12 @@ class Rows(_Uncommitted):
             versions = as_column(self._versions, n, np.int64, "versions")
             for index in self._index.tolist():
                 self._check_written(index, self._taken.setdefault(index, set()))
-            limiter.admit_inserts(n)
-            admitted = n
+            native, inserts = self._columns.native, n
+            if native.limited and native.limited_by_steps:
+                each = [self._columns.max_length] * n if lengths is None else lengths.tolist()
+                inserts = sum(map(native.counted_steps, self._index.tolist(), each))
+            limiter.admit_inserts(inserts)
+            admitted = inserts
             generations = self._columns.native.commit(self._index, lengths, priorities, versions)
         except BaseException:
             limiter.give_back(inserts=admitted)

@@ -33,7 +33,7 @@ from geartrain.core.schema import (
     schema_difference,
     stored_schema,
 )
-from geartrain.core.shared_files import Trust, shared_files
+from geartrain.core.shared_files import Trust, leftovers
 from geartrain.core.tasks import RowPlan, Task, plan_difference, plan_of_stored, row_plan
 from geartrain.errors import (
     ArgumentError,
@@ -339,7 +339,7 @@ def _stores_here(wanted: str) -> str:
     if "/" in wanted:
         return ""
     hint = path_hint(wanted)
-    names = [path.name.removeprefix(_PREFIX) for path in shared_files(f"{_PREFIX}*")]
+    names = [path.name.removeprefix(_PREFIX) for path in leftovers(f"{_PREFIX}*")]
     named = [name for name in names if not is_anonymous(name)]
     if not named:
         return f"{hint}. There is no store here"

@@ -18,13 +18,11 @@ class StepArguments:
     """Converts what is given to a recorder of `n_envs` environments.
 
     Args:
-        fields: fields of the store. observations, values: names of the fields given by `observation`, and by name.
+        fields: fields of the store. obs, values: names of the fields given by `obs`, and by name.
     """
 
-    def __init__(
-        self, fields: Mapping[str, Field], n_envs: int, observations: Sequence[str], values: Sequence[str]
-    ) -> None:
-        self._fields, self._n_envs, self._observations, self._values = fields, n_envs, observations, values
+    def __init__(self, fields: Mapping[str, Field], n_envs: int, obs: Sequence[str], values: Sequence[str]) -> None:
+        self._fields, self._n_envs, self._obs, self._values = fields, n_envs, obs, values
 
     def convert(self, name: str, given: dict[str, Any]) -> None:
         """Replaces the value of a name by one that the native call accepts.
@@ -34,9 +32,9 @@ class StepArguments:
         """
         if name in ("terminated", "truncated", "mask"):
             given[name] = self._flags(name, given[name])
-        elif name == "observation" and not (name in self._observations and type(given[name]) is dict):
+        elif name == "observation" and not (name in self._obs and type(given[name]) is dict):
             given[name] = self._flat(given[name])
-        elif name == "final_observation":
+        elif name == "final_obs":
             given[name] = self._final(given)
         elif name == "values" and not isinstance(given["values"], Mapping):
             raise ArgumentError(f"a step's values are a dict of arrays by field, found {shown(given['values'])}")
@@ -44,9 +42,9 @@ class StepArguments:
             missing, unknown = set(self._values) - set(given["values"]), set(given["values"]) - set(self._values)
             raise FieldError(
                 f"a step needs a value for every field: missing {sorted(missing)}, unknown {sorted(unknown)} (the "
-                f"observations are {', '.join(self._observations)}){did_you_mean(unknown, missing)}"
+                f"observations are {', '.join(self._obs)}){did_you_mean(unknown, missing)}"
             )
-        elif name in self._observations:
+        elif name in self._obs:
             flat = self._flat(given["observation"])
             given["observation"] = {**flat, name: self._array(name, flat[name])}
         else:
@@ -103,23 +101,23 @@ class StepArguments:
             value = value.to(torch_dtype(dtype))
         return as_raw(value, dtype).numpy().view(f"uint{8 * dtype.itemsize}")
 
-    def _flat(self, observation: Any) -> dict[str, Any]:
+    def _flat(self, obs: Any) -> dict[str, Any]:
         """An observation by field."""
-        if not isinstance(observation, Mapping | tuple):
-            if len(self._observations) != 1:
+        if not isinstance(obs, Mapping | tuple):
+            if len(self._obs) != 1:
                 raise FieldError(
-                    f"the observation is {len(self._observations)} fields ({', '.join(self._observations)}): give a "
-                    f"dict, found {type(observation).__name__}"
+                    f"the observation is {len(self._obs)} fields ({', '.join(self._obs)}): give a "
+                    f"dict, found {type(obs).__name__}"
                 )
-            return {self._observations[0]: observation}
-        flat = _leaves(observation)
+            return {self._obs[0]: obs}
+        flat = _leaves(obs)
         found: dict[str, Any] = {}
-        for name in self._observations:
+        for name in self._obs:
             part = name.partition(".")[2] or name
             if name not in flat and part not in flat:
                 raise FieldError(f"the observation has no {name!r}; it has {', '.join(flat)}{did_you_mean(name, flat)}")
             found[name] = flat[name] if name in flat else flat[part]
-        if len(flat) != len(self._observations):
+        if len(flat) != len(self._obs):
             raise FieldError(f"the observation has {', '.join(flat)}; of these the store has {', '.join(found)}")
         return found
 
@@ -128,16 +126,14 @@ class StepArguments:
         ended = self._flags("terminated", given["terminated"]) | self._flags("truncated", given["truncated"])
         if given["mask"] is not None:
             ended = ended & self._flags("mask", given["mask"])
-        final = given["final_observation"]
+        final = given["final_obs"]
         if not ended.any():
             return None
         several = isinstance(final, list) or (isinstance(final, np.ndarray) and final.dtype == object)
         if not several:
             return {name: self._array(name, value) for name, value in self._flat(final).items()}
         fields = self._fields
-        made = {
-            name: np.zeros((self._n_envs, *fields[name].shape), fields[name].numpy_dtype) for name in self._observations
-        }
+        made = {name: np.zeros((self._n_envs, *fields[name].shape), fields[name].numpy_dtype) for name in self._obs}
         for number in np.flatnonzero(ended):
             if len(final) != self._n_envs or final[number] is None:
                 raise SchemaError(f"the episode of environment {number} has ended, and it has no final observation")
@@ -176,11 +172,11 @@ def _as_array(name: str, value: Any) -> NDArray[Any]:
         raise SchemaError(f"{name!r} is no array: {error}") from None
 
 
-def _leaves(observation: Any, prefix: str = "") -> dict[str, Any]:
+def _leaves(obs: Any, prefix: str = "") -> dict[str, Any]:
     """A nested observation by dotted names."""
-    if not isinstance(observation, Mapping | tuple):
-        return {prefix: observation}
-    items = observation.items() if isinstance(observation, Mapping) else enumerate(observation)
+    if not isinstance(obs, Mapping | tuple):
+        return {prefix: obs}
+    items = obs.items() if isinstance(obs, Mapping) else enumerate(obs)
     flat: dict[str, Any] = {}
     for name, each in items:
         flat.update(_leaves(each, f"{prefix}.{name}" if prefix else str(name)))

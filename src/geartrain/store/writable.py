@@ -118,7 +118,7 @@ class WritableStore(StoreHandle):
         self,
         n_envs: int = 1,
         *,
-        observations: Sequence[str] | None = None,
+        obs: Sequence[str] | None = None,
         publish_every: int | None = None,
         overlap: int = 0,
         priority: float | None = None,
@@ -137,7 +137,7 @@ class WritableStore(StoreHandle):
 
         Args:
             n_envs: environments that are stepped together; the leading axis of all arrays.
-            observations: fields that are observations. By default those called "observation" or "obs", alone or before
+            obs: fields that are observations. By default those called "observation" or "obs", alone or before
                 a dot.
             publish_every: make an unfinished row available for sampling every this many steps. By default only finished
                 rows are.
@@ -167,7 +167,7 @@ class WritableStore(StoreHandle):
         return StepRecorder(
             self.columns,
             n_envs,
-            observations=observations,
+            obs=obs,
             publish_every=publish_every,
             overlap=overlap,
             priority=priority,

@@ -25,7 +25,7 @@ import geartrain.device.kernels as kernels
 import geartrain.device.pinned_memory as pinning
 import geartrain.tools.cross_memory as cross_memory
 import geartrain.transport.nixl as nixl
-from geartrain.core.shared_files import segments_directory, shared_files
+from geartrain.core.shared_files import leftovers, segments_directory
 from geartrain.errors import ArgumentError, GeartrainError, SchemaError
 from geartrain.tools.testing import Hosts
 from geartrain.transport.connection import viable
@@ -148,7 +148,7 @@ def shared_memory() -> Finding:
         return Finding(what, "broken", because, f"no directory {directory}: set GEARTRAIN_DIR")
     usage = shutil.disk_usage(directory)
     kind = _file_system(directory)
-    segments = shared_files("geartrain*", directory)
+    segments = leftovers("geartrain*", directory)
     text = (
         f"segments live in {directory} ({chosen}, {kind}): {usage.free / 1e9:.2f} GB free of {usage.total / 1e9:.2f}"
         f" GB, {len(segments)} files of geartrain in it"

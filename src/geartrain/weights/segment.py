@@ -21,7 +21,16 @@ import numpy as np
 import geartrain.core.futex as futex
 import geartrain.core.locks as locks
 from geartrain.core.arguments import did_you_mean, some_of
-from geartrain.core.shared_files import Trust, cannot_make, check_trust, open_shared, share_with, shared_files
+from geartrain.core.shared_files import (
+    Trust,
+    cannot_make,
+    check_trust,
+    leftovers,
+    naming_errors,
+    open_shared,
+    share_with,
+    shared_files,
+)
 from geartrain.errors import (
     CorruptStoreError,
     GeartrainError,
@@ -66,7 +75,7 @@ class WeightsSegment:
 
     def __init__(self, fd: int, path: Path, trust: Trust = "user") -> None:
         self.fd, self.path, self.trust = -1, path, trust
-        self._control = _map(fd, SCHEMA_AT)
+        self._control = _map(fd, path, SCHEMA_AT)
         self._bytes = np.frombuffer(self._control, np.uint8)
         self.signals = np.frombuffer(self._control, SIGNALS, 1, SIGNALS_AT)[0]
         self._words = np.frombuffer(self._control, "<u4", 3, SIGNALS_AT)
@@ -97,11 +106,15 @@ class WeightsSegment:
                 if not create:
                     raise
                 made = cls.make(path, trust)
-                with contextlib.suppress(FileExistsError):  # another process was faster
+                try:
                     made.link()
                     return made
-                made.close()
-                continue
+                except FileExistsError:  # another process was faster
+                    made.close()
+                    continue
+                except BaseException:
+                    made.close()
+                    raise
             if os.fstat(fd).st_size < SCHEMA_AT:
                 os.close(fd)
                 raise IncompatibleStoreError(f"{path} is too small to be a segment of weights")
@@ -139,7 +152,8 @@ class WeightsSegment:
             header = np.zeros((), HEADER)
             header["magic"], header["format_version"], header["header_bytes"] = MAGIC, FORMAT_VERSION, SCHEMA_AT
             header["segment_id"], header["created_ns"] = np.void(secrets.token_bytes(16)), time.time_ns()
-            os.pwrite(fd, seal(header), 0)
+            with _naming_errors(path):
+                os.pwrite(fd, seal(header), 0)
             locks.take(fd, locks.SHARED, MEMBERS)
             return cls(fd, path, trust)
         except BaseException:
@@ -147,15 +161,29 @@ class WeightsSegment:
             raise
 
     def link(self) -> None:
-        """Gives a new file its name. Raises `FileExistsError` when that is taken."""
-        os.link(f"/proc/self/fd/{self.fd}", self.path, src_dir_fd=self.fd)
+        """Gives a new file its name.
+
+        Raises:
+            FileExistsError: the name is taken. StoreIOError, NoSpaceError: the directory takes no file.
+        """
+        try:
+            os.link(f"/proc/self/fd/{self.fd}", self.path, src_dir_fd=self.fd)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise cannot_make(self.path, error, SCHEMA_AT) from error
 
     def replace(self, old: WeightsSegment) -> None:
         """Takes the name of another file, whose publisher is this process."""
-        with old.gate():
+        with old.gate(), _naming_errors(self.path):
             temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}.new")
-            os.link(f"/proc/self/fd/{self.fd}", temporary, src_dir_fd=self.fd)
-            temporary.rename(self.path)
+            try:
+                os.link(f"/proc/self/fd/{self.fd}", temporary, src_dir_fd=self.fd)
+                temporary.rename(self.path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                raise
         old.signals["replaced"] = 1
         old.wake_readers()
 
@@ -182,7 +210,8 @@ class WeightsSegment:
 
     def hold(self, head: Head) -> int | None:
         """An open file that holds the buffer until its last descriptor is closed; None for an overwritten version."""
-        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        with _naming_errors(self.path):
+            fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         if locks.take(fd, locks.SHARED, BUFFER + head.buffer):
             slot = self._record(SLOT, SLOTS_AT + head.buffer * SLOT.itemsize)
             if slot is not None and slot["sequence"] == head.sequence:
@@ -202,12 +231,13 @@ class WeightsSegment:
             layout = self.layout()
             if layout is None or head.buffer >= layout["buffers"]:
                 raise CorruptStoreError(f"{self.path} is damaged: its newest version is in buffer {head.buffer}")
-            return mmap.mmap(  # has a descriptor of its own, of the same open file
-                fd,
-                int(layout["stride"]),
-                flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
-                offset=int(layout["data_offset"] + head.buffer * layout["stride"]),
-            )
+            with _naming_errors(self.path):
+                return mmap.mmap(  # has a descriptor of its own, of the same open file
+                    fd,
+                    int(layout["stride"]),
+                    flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                    offset=int(layout["data_offset"] + head.buffer * layout["stride"]),
+                )
         finally:
             os.close(fd)
 
@@ -249,7 +279,8 @@ class WeightsSegment:
         try:
             locked = locks.take(fd, locks.EXCLUSIVE, GATE, timeout_s=1.0)  # False where a stopped process has it
             if locked and locks.take(fd, locks.EXCLUSIVE, MEMBERS) and _is_at(fd, self.path):
-                self.path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # another user's: it stays, without a process, until `reap`
+                    self.path.unlink(missing_ok=True)
         finally:
             os.close(fd)
 
@@ -299,7 +330,8 @@ class WeightsSegment:
         layout = self.layout()
         if layout is None:
             raise CorruptStoreError(f"{self.path} is damaged: it has a version, and no layout")
-        schema = os.pread(self.fd, int(layout["schema_bytes"]), SCHEMA_AT)
+        with _naming_errors(self.path):
+            schema = os.pread(self.fd, int(layout["schema_bytes"]), SCHEMA_AT)
         if zlib.crc32(schema) != layout["schema_checksum"]:
             raise IncompatibleStoreError(f"the schema in {self.path} is damaged")
         return schema
@@ -311,9 +343,10 @@ class WeightsSegment:
         layout["schema_bytes"], layout["schema_checksum"] = len(schema), zlib.crc32(schema)
         layout["data_offset"] = data_offset = _pages(SCHEMA_AT + len(schema))
         layout["stride"] = stride = max(mmap.PAGESIZE, _pages(version_bytes))
-        os.ftruncate(self.fd, data_offset + buffers * stride)
-        _allocate(self.fd, self.path, SCHEMA_AT, data_offset - SCHEMA_AT)
-        os.pwrite(self.fd, schema, SCHEMA_AT)
+        with _naming_errors(self.path):
+            os.ftruncate(self.fd, data_offset + buffers * stride)
+            _allocate(self.fd, self.path, SCHEMA_AT, data_offset - SCHEMA_AT)
+            os.pwrite(self.fd, schema, SCHEMA_AT)
         self._put(layout, LAYOUT_AT)
 
     def allocate(self, buffer: int) -> None:
@@ -326,7 +359,7 @@ class WeightsSegment:
         layout = self.layout()
         if self._memory is None:
             size = int(layout["data_offset"] + layout["buffers"] * layout["stride"])
-            self._memory = _map(self.fd, size)
+            self._memory = _map(self.fd, self.path, size)
         start = int(layout["data_offset"] + buffer * layout["stride"])
         return np.frombuffer(self._memory, np.uint8, int(layout["version_bytes"]), start)
 
@@ -440,7 +473,7 @@ def describe(name: str, directory: str | Path | None = None, *, trust: Trust = "
     try:
         fd = open_shared(path, trust=check_trust(trust))
     except FileNotFoundError:
-        there = names(directory)
+        there = _named(leftovers(f"{PREFIX}*", directory_of(directory)))
         raise StoreMissingError(
             f"there are no weights {name!r} on this host: {path} is missing; there are {some_of(there)}"
             f"{did_you_mean(name, there)}"
@@ -472,7 +505,11 @@ def names(directory: str | Path | None = None) -> list[str]:
     Args:
         directory: as for `Publisher`.
     """
-    found = (path.name.removeprefix(PREFIX) for path in shared_files(f"{PREFIX}*", directory_of(directory)))
+    return _named(shared_files(f"{PREFIX}*", directory_of(directory)))
+
+
+def _named(paths: list[Path]) -> list[str]:
+    found = (path.name.removeprefix(PREFIX) for path in paths)
     return sorted(name for name in found if not name.endswith(".new"))
 
 
@@ -521,13 +558,18 @@ def reap(directory: str | Path | None = None) -> list[str]:
     return sorted(removed)
 
 
-def _map(fd: int, size: int) -> mmap.mmap:
+def _naming_errors(path: Path) -> contextlib.AbstractContextManager[None]:
+    return naming_errors("cannot use the weights", path)
+
+
+def _map(fd: int, path: Path, size: int) -> mmap.mmap:
     """The file in memory. A mapping keeps a descriptor: it must not be one of the open file that has our locks."""
-    other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return mmap.mmap(other, size)
-    finally:
-        os.close(other)
+    with _naming_errors(path):
+        other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(other, size)
+        finally:
+            os.close(other)
 
 
 def _is_at(fd: int, path: Path) -> bool:

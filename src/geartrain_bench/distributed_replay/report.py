@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import geartrain_bench.harness.report as report
+from geartrain.core.shared_files import writing
 from geartrain.tools.plan.report import number
 from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult
@@ -110,7 +111,8 @@ def _plot_links(pyplot: Any, result: BenchResult, links: Sequence[Case], path: P
         _bars(right, [case["system"] for case in apart], moved, [""] * len(apart))
         right.set_title("MB a batch over all links", loc="left", fontsize=10)
     _title(figure, result)
-    figure.savefig(path, dpi=120)
+    with writing(path):
+        figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
@@ -160,7 +162,8 @@ def _plot_stages(pyplot: Any, result: BenchResult, scaling: Sequence[Case], path
     axis.grid(alpha=0.25, axis="x", linewidth=0.4)
     axis.legend(fontsize=8)
     _title(figure, result)
-    figure.savefig(path, dpi=120)
+    with writing(path):
+        figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 

@@ -25,7 +25,7 @@ ROW_BYTES, ROWS = 100_000, 16
 
 def learner() -> None:
     """Serves two stores and a socket that takes bytes, until its stdin ends."""
-    frames = recorded_fields({"observation": Field(FRAME, "uint8"), "reward": Field((), "float32")})
+    frames = recorded_fields({"obs": Field(FRAME, "uint8"), "reward": Field((), "float32")})
     with (
         Store.create(frames, max_length=65, capacity=64) as steps,
         Store.create({"x": Field((ROW_BYTES,), "uint8")}, max_length=1, capacity=256) as rows,

@@ -94,16 +94,16 @@ def record(name: str) -> None:
             for field, one in store.fields.items()
             if field not in ("obs", "terminated", "truncated", "last", EPISODES)
         }
-        observation = np.zeros((N_ENVS, *store.fields["obs"].shape), store.fields["obs"].dtype)
+        obs = np.zeros((N_ENVS, *store.fields["obs"].shape), store.fields["obs"].dtype)
         never = np.zeros(N_ENVS, bool)
         length = min(EPISODE, store.max_length - 1)
         with store.recorder(N_ENVS, autoreset="next_step", publish_every=PUBLISH_EVERY, priority=PRIORITY) as recorder:
-            recorder.reset(observation)
+            recorder.reset(obs)
             at = 0
             while True:
                 at += 1
                 ended = np.full(N_ENVS, at % length == 0)
-                recorder.step(observation, **given, terminated=ended, truncated=never)
+                recorder.step(obs, **given, terminated=ended, truncated=never)
                 time.sleep(PAUSE_S)
 
 

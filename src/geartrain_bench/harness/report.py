@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from geartrain.core.shared_files import writing
 from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain.tools.plan.report import number
 from geartrain.tools.plots import import_pyplot
@@ -147,7 +148,8 @@ def print_counts(title: str, columns: Sequence[str], rows: Mapping[str, Sequence
 def write_json(result: BenchResult, path: Path) -> None:
     """The result as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result.as_json(), indent=1) + "\n")
+    with writing(path):
+        path.write_text(json.dumps(result.as_json(), indent=1) + "\n")
 
 
 #: Metrics that are times, whose ratio to the floor is worth a panel.
@@ -184,7 +186,8 @@ def plot(result: BenchResult, path: Path) -> None:
     )
     figure.suptitle("\n".join([*words, where]), fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with writing(path):
+        figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
@@ -257,7 +260,8 @@ def plot_lines(
     names = [system for system in systems if system in shown]
     figure.legend([shown[name] for name in names], names, fontsize=8, ncols=4, loc="outside lower center")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 

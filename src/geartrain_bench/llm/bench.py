@@ -22,9 +22,10 @@ What a put is given is made before the clock starts: arrays here, nested tensors
 part "claims" times it.
 
 Memory: rows are inserted until one finds no room, two percent of them are removed at random, and so on. Each moment
-without room is a sample, and the first half of them is left out. Growing rows: 32 at a time get appends of up to 256
+without room is a sample; the first hundred are left out. Growing rows: 32 at a time get appends of up to 256
 tokens to their answers in turn, and are put when all answers are whole. The oldest finished rows go where an append or
-a put finds no room. A region has 2,048 rows of mean length, and at most 1 GB.
+a put finds no room. A region has 2,048 rows of mean length, and at most 2 GB, of growing
+rows 256 MB.
 
 Threats to validity: the wake and the example depend on who else uses the cores. TransferQueue's one client has no
 competitor in `get_meta`, which favours it. Its later field overwrites the one of the lap before. The floor of a cold

@@ -66,14 +66,14 @@ def _payload(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 def memory(run: Run, lengths: Lengths, per_row: int) -> None:
     """Rows are inserted until the region is full, random ones removed, and so on."""
     noise = _Noise(lengths, per_row, run.random)
-    region = _region(run, lengths, per_row)
+    region = _region(run, lengths, per_row, run.plan.region_bytes)
     expected = int(region / (TOKEN_BYTES * lengths.mean * per_row))
     with store_of_answers(run.store_name(), 4 * expected + 64, region) as store:
         keys: list[Keys] = []
         sizes: list[int] = []
         found: list[float] = []
         # The rows that are there at the first full moments have been put one behind the other.
-        while len(found) < 2 * run.plan.full_moments:
+        while len(found) < run.plan.settling + run.plan.full_moments:
             _fill(store, noise, keys, sizes)
             found.append(region / sum(sizes))
             # Rows whose insert found no room were longer than others. They are not tried again.
@@ -81,12 +81,13 @@ def memory(run: Run, lengths: Lengths, per_row: int) -> None:
             store.delete(Keys.join([keys[i] for i in gone]))
             for i in sorted(gone.tolist(), reverse=True):
                 del keys[i], sizes[i]
-    _record_memory(run, f"{lengths.name}, rows of {per_row}", found[run.plan.full_moments :])
+    _record_memory(run, f"{lengths.name}, rows of {per_row}", found[run.plan.settling :])
 
 
-def _region(run: Run, lengths: Lengths, per_row: int) -> int:
+def _region(run: Run, lengths: Lengths, per_row: int, most: int) -> int:
+    """Bytes of a case's region, `most` at most."""
     row = TOKEN_BYTES * lengths.mean * per_row
-    return int(min(run.plan.region_bytes, max(8 << 20, run.plan.region_rows * row)))
+    return int(min(most, max(8 << 20, run.plan.region_rows * row)))
 
 
 def _record_memory(run: Run, case: str, found: list[float]) -> None:
@@ -113,7 +114,7 @@ def _fill(store: Store, noise: _Noise, keys: list[Keys], sizes: list[int]) -> No
 def growing_memory(run: Run, lengths: Lengths, per_row: int) -> None:
     """Rows grow by appends to their answers in turn, until one finds no room; then the oldest finished ones go."""
     noise = _Noise(lengths, per_row, run.random)
-    region = _region(run, lengths, per_row)
+    region = _region(run, lengths, per_row, run.plan.growing_bytes)
     expected = int(region / (TOKEN_BYTES * lengths.mean * per_row))
     tasks = {"answer": Task(answer_fields(), keep_partial=True), "train": Task(after="answer")}
     growing = max(2, min(GROWING, expected // 4))
@@ -127,7 +128,7 @@ def growing_memory(run: Run, lengths: Lengths, per_row: int) -> None:
             found.append(region / (sum(size for _, size in finished) + sum(row.size for row in rows)))
             if not finished:
                 raise NoSpaceError("the rows that grow fill the region alone")
-            gone = finished[: max(1, len(finished) // 25)]
+            gone = finished[: max(1, len(finished) // 50)]
             store.delete(Keys.join([key for key, _ in gone]))
             del finished[: len(gone)]
 
@@ -139,7 +140,7 @@ def growing_memory(run: Run, lengths: Lengths, per_row: int) -> None:
                 except (WaitTimeoutError, NoSpaceError):
                     make_room()
 
-        while len(found) < 2 * run.plan.full_moments:
+        while len(found) < run.plan.settling + run.plan.full_moments:
             while len(rows) < growing:
                 patiently(lambda: store.insert({"prompt": prompts(1)}, timeout_s=0.0))
                 (claimed,) = store.claim("answer", 1)
@@ -157,7 +158,7 @@ def growing_memory(run: Run, lengths: Lengths, per_row: int) -> None:
             patiently(lambda row=row, item=item, piece=piece: row.claimed.append(piece, item=item, timeout_s=0.0))
             row.left[item] -= tokens
             row.size += TOKEN_BYTES * tokens
-    _record_memory(run, f"{lengths.name}, rows of {per_row}, growing", found[run.plan.full_moments :])
+    _record_memory(run, f"{lengths.name}, rows of {per_row}, growing", found[run.plan.settling :])
 
 
 class _GrowingRow:
@@ -165,11 +166,16 @@ class _GrowingRow:
 
     def __init__(self, claimed: Any, left: list[int], size: int) -> None:
         self.claimed, self.left, self.size = claimed, left, size
+        self.open_items = list(range(len(left)))
 
     def next_item(self, random: np.random.Generator) -> int | None:
         """An answer that is not whole."""
-        open_items = [item for item, tokens in enumerate(self.left) if tokens]
-        return int(random.choice(open_items)) if open_items else None
+        while self.open_items:
+            at = int(random.integers(len(self.open_items)))
+            if self.left[self.open_items[at]]:
+                return self.open_items[at]
+            del self.open_items[at]
+        return None
 
 
 # --- reads of cold rows -----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class Plan:
     #: Rows of so many answers.
     per_row: tuple[int, ...] = (16, 1)
     repeats: int = 15
-    case_s: float = 8.0
+    case_s: float = 4.0
     #: Of a lap.
     calls: int = 8
     peer_calls: int = 2
@@ -45,8 +45,11 @@ class Plan:
     pipeline_laps: int = 5
     #: Region of a memory case, in rows of mean length; and its bytes at most.
     region_rows: int = 2048
-    region_bytes: int = 1 << 30
-    full_moments: int = 150
+    region_bytes: int = 2 << 30
+    growing_bytes: int = 256 << 20
+    #: Moments without room that are not counted, and those that are.
+    settling: int = 100
+    full_moments: int = 100
     gather_bytes: int = 512 << 20
     #: Of a cold batch.
     read_bytes: int = 8 << 20
@@ -55,7 +58,8 @@ class Plan:
 FULL = Plan()
 QUICK = Plan(
     repeats=5, case_s=1.0, calls=4, peer_calls=1, claims=20, wakes=200, wake_laps=2, pipeline_rows=1024,
-    pipeline_laps=2, region_rows=512, region_bytes=96 << 20, full_moments=60, gather_bytes=192 << 20,
+    pipeline_laps=2, region_rows=512, region_bytes=96 << 20, growing_bytes=16 << 20, settling=30, full_moments=30,
+    gather_bytes=192 << 20,
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import geartrain_bench.harness.report as report
+from geartrain.core.shared_files import writing
 from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult
 
@@ -88,7 +89,8 @@ def plot(result: BenchResult, path: Path) -> None:
     where = f"{result.machine['cpu']}, {result.machine['cores']} cores, load {load} at the start"
     figure.suptitle("\n".join([*words, where]), fontsize=9, color="#444444")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 

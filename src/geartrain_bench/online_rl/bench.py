@@ -45,6 +45,7 @@ import geartrain.launch as launch
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 import geartrain_bench.online_rl.worker as online_worker
+from geartrain.core.shared_files import writing
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult, Row, rate_row, time_row
@@ -324,7 +325,8 @@ def plot(result: BenchResult, path: Path) -> None:
         axis.tick_params(axis="x", labelsize=7, rotation=30)
     figure.suptitle(f"{result.command}\n{result.machine['cpu']}, {result.machine['cores']} cores", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with writing(path):
+        figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 

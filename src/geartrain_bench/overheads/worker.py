@@ -32,7 +32,7 @@ def echo(data: bytes) -> bytes:
 def batches() -> Callable[[], None]:
     """One batch of transitions, and new priorities for it."""
     fields = recorded_fields(
-        {"observation": Field((8,), "float32"), "action": Field((8,), "float32"), "reward": Field((), "float32")}
+        {"obs": Field((8,), "float32"), "action": Field((8,), "float32"), "reward": Field((), "float32")}
     )
     store = Store.create(fields, max_length=STEPS, capacity=TRANSITIONS // STEPS, priority_per="step")
     rows = TRANSITIONS // STEPS

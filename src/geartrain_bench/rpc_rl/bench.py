@@ -37,6 +37,7 @@ import numpy as np
 
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
+from geartrain.core.shared_files import writing
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult, Row
@@ -75,7 +76,7 @@ def main(
         written = as_report(settings, backend, runs, result)
         show(written)
         path = report_path(settings, backend)
-        with path.open("w") as file:
+        with writing(path), path.open("w") as file:
             json.dump(written, file)
         result.notes.append(f"the report of {backend} is in {path}: geartrain bench plot {path} draws it")
     report.report(result, json_path, plot_path, draw=plot)
@@ -215,7 +216,8 @@ def plot(result: BenchResult, path: Path) -> None:
     where = f"{result.machine['cpu']}, {result.machine['cores']} cores"
     figure.suptitle("\n".join([*textwrap.wrap(result.command, 110, break_on_hyphens=False), where]), fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 

@@ -47,6 +47,7 @@ import geartrain._native as _native
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.core.schema import Field
+from geartrain.core.shared_files import writing
 from geartrain.errors import ArgumentError, ReplayError
 from geartrain.replay.replay import Replay
 from geartrain.replay.transitions import Transitions
@@ -200,7 +201,8 @@ def plot(result: BenchResult, path: Path) -> None:
         axis.tick_params(axis="x", rotation=60)
     figure.suptitle(f"{result.command}\n{result.machine['cpu']}, {result.machine['cores']} cores", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with writing(path):
+        figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 

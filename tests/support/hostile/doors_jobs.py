@@ -118,7 +118,7 @@ def remote_rest(tools: Tools) -> Door:
 
 @door("RemoteStore.recorder", n_envs=whole(1, 64), max_in_flight=whole(0, 2**31), zeros=no_names)
 def remote_recorder(tools: Tools) -> Door:
-    given = {"observations": ["observation"], "publish_every": None, "overlap": 0, "priority": 1.0}
+    given = {"obs": ["obs"], "publish_every": None, "overlap": 0, "priority": 1.0}
     return near(tools).recorder, {"n_envs": 1, **given, "autoreset": "disabled", "zeros": [], "max_in_flight": 0}
 
 
@@ -132,7 +132,12 @@ def remote_step(tools: Tools) -> Door:
         one.step(**given)
 
     values = {"action": np.zeros(2, np.int64), "reward": np.zeros(2, np.float32), "version": 0}
-    return call, {"reset": seen, "mask": None, "observation": seen, "terminated": no, "truncated": no, **values}
+    return call, {"reset": seen, "mask": None, "obs": seen, "terminated": no, "truncated": no, **values}
+
+
+@door("RemoteRecorder.discard", env=whole(0, 1))
+def remote_discard(tools: Tools) -> Door:
+    return near(tools).recorder(2, autoreset="disabled", max_in_flight=0).discard, {"env": 1}
 
 
 @door("JobStores", stores=nothing)

@@ -6,19 +6,20 @@ from typing import Any
 
 from hostile.stores import new_store
 from hostile.subject import Tools
-from hostile.values import SECONDS, SHORT_S, Door, door, flag, number, whole
+from hostile.values import SECONDS, SHORT_S, Door, choice, door, flag, number, whole
 
 
 @door(
     "RateLimiter.set",
     min_size_to_sample=whole(1, 2**32),
     error_buffer=number(1, none=True),
+    unit=choice("rows", "steps"),
     afresh=lambda value: value is None or flag(value),
 )
 def limiter_set(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
-    given = {"samples_per_insert": 2.0, "min_size_to_sample": 4, "error_buffer": 100.0, "afresh": None}
-    return there.limiter.set, given
+    given = {"samples_per_insert": 2.0, "min_size_to_sample": 4, "error_buffer": 100.0, "unit": "steps"}
+    return there.limiter.set, {**given, "afresh": None}
 
 
 @door("RateLimiter.admit_inserts", n=whole(0, 2**32), timeout_s=SECONDS)

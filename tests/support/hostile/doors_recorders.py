@@ -38,7 +38,7 @@ def recorded_fields_of(tools: Tools) -> Door:
 @door(
     "Store.recorder",
     n_envs=whole(1, CAPACITY),
-    observations=choice(None),
+    obs=choice(None),
     publish_every=whole(1, 2**32 - 1, none=True),
     overlap=whole(0, STEPS),
     priority=PRIORITY,
@@ -48,24 +48,24 @@ def recorded_fields_of(tools: Tools) -> Door:
 )
 def recorder(tools: Tools) -> Door:
     there = recorded(tools)
-    given = {"observations": ["obs"], "publish_every": 2, "overlap": 1, "priority": 1.0, "autoreset": None}
+    given = {"obs": ["obs"], "publish_every": 2, "overlap": 1, "priority": 1.0, "autoreset": None}
     return there.recorder, {"n_envs": 2, **given, "share_rows": False, "zeros": []}
 
 
-@door("StepRecorder.reset", observation=nothing, mask=choice(None), version=VERSION)
+@door("StepRecorder.reset", obs=nothing, mask=choice(None), version=VERSION)
 def reset(tools: Tools) -> Door:
     one = recorded(tools).recorder(2, autoreset="disabled")
-    return one.reset, {"observation": np.zeros((2, 2), np.float32), "mask": None, "version": 0}
+    return one.reset, {"obs": np.zeros((2, 2), np.float32), "mask": None, "version": 0}
 
 
 def a_step() -> dict[str, Any]:
     no = np.zeros(2, bool)
-    given: dict[str, Any] = {"observation": np.ones((2, 2), np.float32), "terminated": no, "truncated": no}
-    more = {"final_observation": None, "mask": None, "version": 0}
+    given: dict[str, Any] = {"obs": np.ones((2, 2), np.float32), "terminated": no, "truncated": no}
+    more = {"final_obs": None, "mask": None, "version": 0}
     return {**given, **more, "action": np.zeros(2, np.int64), "reward": np.ones(2, np.float32)}
 
 
-@door("StepRecorder.step", observation=nothing, terminated=nothing, mask=choice(None), version=VERSION)
+@door("StepRecorder.step", obs=nothing, terminated=nothing, mask=choice(None), version=VERSION)
 def step(tools: Tools) -> Door:
     one = recorded(tools).recorder(2, autoreset="disabled")
     one.reset(np.zeros((2, 2), np.float32))
@@ -81,14 +81,14 @@ def step_of_one(tools: Tools) -> Door:
         one.step(**given)
 
     values = {"action": 1, "reward": 0.5}
-    return call, {"observation": np.ones(2, np.float32), "terminated": False, "truncated": False, **values}
+    return call, {"obs": np.ones(2, np.float32), "terminated": False, "truncated": False, **values}
 
 
 @door("StepRecorder.step, that ends an episode")
 def last_step(tools: Tools) -> Door:
     one = recorded(tools).recorder(2, autoreset="same_step")
     one.reset(np.zeros((2, 2), np.float32))
-    return one.step, {**a_step(), "terminated": np.ones(2, bool), "final_observation": np.ones((2, 2), np.float32)}
+    return one.step, {**a_step(), "terminated": np.ones(2, bool), "final_obs": np.ones((2, 2), np.float32)}
 
 
 @door("StepRecorder.record")
@@ -108,23 +108,25 @@ def differing(tools: Tools) -> Door:
     return one.differing, {"values": {"action": np.zeros(2, np.int64), "reward": np.zeros(2, np.float32)}}
 
 
-@door("StepRecorder, the rest", mask=choice(None), environment=whole(0, 1), priority=PRIORITY)
+@door("StepRecorder, the rest", mask=choice(None), env=whole(0, 1), priority=PRIORITY)
 def recorder_rest(tools: Tools) -> Door:
     one = recorded(tools).recorder(2, autoreset="disabled")
 
-    def call(mask: Any, environment: Any, priority: Any) -> None:
+    def call(mask: Any, env: Any, priority: Any) -> None:
         one.reset(np.zeros((2, 2), np.float32))
-        one.in_episode(environment)
+        one.in_episode(env)
         one.priority = priority
+        one.step(**a_step())
+        one.discard(env)
         one.cut(mask)
 
-    return call, {"mask": None, "environment": 1, "priority": 1.0}
+    return call, {"mask": None, "env": 1, "priority": 1.0}
 
 
 @door("Store.agent_recorder")
 def agent_recorder(tools: Tools) -> Door:
     there = recorded(tools)
-    given = {"observations": ["obs"], "publish_every": 2, "overlap": 1, "priority": 1.0}
+    given = {"obs": ["obs"], "publish_every": 2, "overlap": 1, "priority": 1.0}
     return there.agent_recorder, {"agents": 2, **given, "share_rows": False}
 
 
@@ -133,26 +135,37 @@ def agents_step(tools: Tools) -> Door:
     one = recorded(tools).agent_recorder(2)
     first = {agent: np.zeros(2, np.float32) for agent in ("a", "b")}
 
-    def call(reset: Any, observations: Any, **given: Any) -> None:
+    def call(reset: Any, obs: Any, **given: Any) -> None:
         one.reset(reset, version=given["version"])
-        one.step(observations, **given)
+        one.step(obs, **given)
 
     no = dict.fromkeys(first, False)
     values = {"action": dict.fromkeys(first, 0), "reward": dict.fromkeys(first, 1.0), "version": 0}
-    return call, {"reset": first, "observations": first, "terminated": no, "truncated": no, **values}
+    return call, {"reset": first, "obs": first, "terminated": no, "truncated": no, **values}
+
+
+@door("AgentRecorder.discard", agent=choice("a"))
+def agents_discard(tools: Tools) -> Door:
+    one = recorded(tools).agent_recorder(2)
+
+    def call(agent: Any) -> None:
+        one.reset({"a": np.zeros(2, np.float32)})
+        one.discard(agent)
+
+    return call, {"agent": "a"}
 
 
 @door("AgentRecorder.step, of one agent", terminated=flag)
 def one_agents_step(tools: Tools) -> Door:
     one = recorded(tools).agent_recorder(2)
 
-    def call(first: Any, observation: Any, terminated: Any, action: Any, reward: Any) -> None:
+    def call(first: Any, obs: Any, terminated: Any, action: Any, reward: Any) -> None:
         one.reset({"a": first})
         flags = {"terminated": {"a": terminated}, "truncated": {"a": False}}
-        one.step({"a": observation}, **flags, action={"a": action}, reward={"a": reward})
+        one.step({"a": obs}, **flags, action={"a": action}, reward={"a": reward})
 
     seen = np.zeros(2, np.float32)
-    return call, {"first": seen, "observation": seen, "terminated": False, "action": 1, "reward": 0.5}
+    return call, {"first": seen, "obs": seen, "terminated": False, "action": 1, "reward": 0.5}
 
 
 @door("EpisodeRecorder", store=nothing, priority=PRIORITY)
@@ -160,7 +173,7 @@ def episode_recorder(tools: Tools) -> Door:
     return EpisodeRecorder, {"store": recorded(tools), "publish_every": 2, "overlap": 1, "priority": 1.0}
 
 
-@door("EpisodeRecorder.step", begin=nothing, observation=nothing, terminated=an_end, truncated=an_end, version=VERSION)
+@door("EpisodeRecorder.step", begin=nothing, obs=nothing, terminated=an_end, truncated=an_end, version=VERSION)
 def episode_step(tools: Tools) -> Door:
     one = EpisodeRecorder(recorded(tools))
     first = {"obs": np.zeros(2, np.float32)}
@@ -169,7 +182,7 @@ def episode_step(tools: Tools) -> Door:
         one.begin(begin, given["version"], index=at)
         one.step(**given)
 
-    given = {"values": {"action": 1, "reward": 0.5}, "observation": first, "terminated": False, "truncated": False}
+    given = {"values": {"action": 1, "reward": 0.5}, "obs": first, "terminated": False, "truncated": False}
     return call, {"begin": first, "at": None, **given, "version": 0, "index": None}
 
 

@@ -90,6 +90,11 @@ def windows(tools: Tools) -> Door:
     return gt.Windows, {"length": 2, "at": "any", "anchor": "last", "stride": 1, "whole": False}
 
 
+@door("Windows, offsets")
+def windows_with_offsets(tools: Tools) -> Door:
+    return lambda steps: gt.Windows(offsets={"x": steps}), {"steps": [0, 2]}
+
+
 @door("Windows, what a function returns")
 def windows_at(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
@@ -110,7 +115,7 @@ def transitions(tools: Tools) -> Door:
         view = gt.Transitions(**arguments)
         gt.Replay(there, Uniform(seed=1, over="steps"), 2, view=view, output="numpy", threads=1).close()
 
-    return call, {"n_step": 1, "gamma": 0.9, "frame_stack": 1, "observations": None, "hindsight": None}
+    return call, {"n_step": 1, "gamma": 0.9, "frame_stack": 1, "obs": None, "hindsight": None}
 
 
 @door("Hindsight", k=whole(0, 2**31 - 1))
@@ -139,11 +144,12 @@ def candidates(tools: Tools) -> Door:
 def strategies(tools: Tools) -> Door:
     def call(**given: Any) -> None:
         TopK(seed=given["seed"]), Fifo(limits=given["limits"]), Lifo(seed=given["seed"])
-        GroupSampling(given["by"], given["size"]), Linear(given["start"], 1.0, 10), Limits(given["version"])
+        late = {name: given[name] for name in ("attempt", "least", "deadline_s")}
+        GroupSampling(given["by"], given["size"], **late), Linear(given["start"], 1.0, 10), Limits(given["version"])
         Mixture(given["shares"], [Uniform(), Uniform()])
 
-    given = {"seed": 1, "limits": None, "by": "tag", "size": 2, "start": 0.5, "version": None, "shares": [1, 1]}
-    return call, given
+    given = {"seed": 1, "limits": None, "by": "tag", "size": 3, "start": 0.5, "version": None, "shares": [1, 1]}
+    return call, {**given, "attempt": "try", "least": 2, "deadline_s": 1.0}
 
 
 @door("Batch")

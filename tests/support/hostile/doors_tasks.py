@@ -11,7 +11,6 @@ from hostile.subject import Tools
 from hostile.tasks import FIELDS, SPAN_BYTES, TASKS, new_store, rows
 from hostile.values import SECONDS, Door, choice, door, flag, nothing, number, whole
 
-
 #: Seconds, or None for the default.
 LIMIT = number(0, none=True, most=1e9)
 

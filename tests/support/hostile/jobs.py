@@ -35,7 +35,7 @@ from geartrain.weights import Publisher, Reader
 from hostile.subject import NotViableError, Subject, Tools, factory
 
 ENVIRONMENTS = {
-    "observation": gt.Field((2,), "float32"),
+    "obs": gt.Field((2,), "float32"),
     "action": gt.Field((), "int64"),
     "reward": gt.Field((), "float32"),
 }
@@ -77,8 +77,8 @@ class Zeros:
     def sample(self) -> int:
         return 0
 
-    def act(self, observation: Any) -> Any:
-        return np.zeros(len(observation), np.int64), {}
+    def act(self, obs: Any) -> Any:
+        return np.zeros(len(obs), np.int64), {}
 
 
 def environments(_: object) -> Environments:
@@ -119,18 +119,19 @@ def actor_of_a_closed_store(tools: Tools) -> Subject:
 def recorder(tools: Tools) -> Subject:
     store = episodes(tools)
     one = EpisodeRecorder(store, publish_every=2)
-    observation = {"observation": np.zeros(2, np.float32)}
+    obs = {"obs": np.zeros(2, np.float32)}
     values = {"action": 0, "reward": 1.0}
 
     def begin() -> None:
-        one.begin(observation)
-        one.step(values, observation, terminated=False, truncated=False)
+        one.begin(obs)
+        one.step(values, obs, terminated=False, truncated=False)
 
     begin()
     return Subject(
         calls={
             "begin": begin,
-            "step": lambda: one.step(values, observation, terminated=True, truncated=False) or begin(),
+            "step": lambda: one.step(values, obs, terminated=True, truncated=False) or begin(),
+            "discard": lambda: one.discard() or begin(),
         },
         close=store.close,
         work=begin,
@@ -148,12 +149,17 @@ def agent_recorder(tools: Tools) -> Subject:
         one.reset(first)
         one.step(first, terminated=no, truncated=no, **values)
 
+    def discard() -> None:
+        one.reset(first)
+        one.discard("a")
+
     step()
     return Subject(
         calls={
             "reset": lambda: one.reset(first),
             "step": step,
             "cut": one.cut,
+            "discard": discard,
             "rows": lambda: one.rows,
             "agents": lambda: one.agents,
         },
@@ -167,19 +173,20 @@ def agent_recorder(tools: Tools) -> Subject:
 def step_recorder(tools: Tools) -> Subject:
     store = episodes(tools)
     one = store.recorder(2, autoreset="disabled", publish_every=2)
-    observation, no = np.zeros((2, 2), np.float32), np.zeros(2, bool)
+    obs, no = np.zeros((2, 2), np.float32), np.zeros(2, bool)
 
     def step() -> None:
-        one.reset(observation)
-        one.step(observation, action=np.zeros(2, np.int64), reward=np.ones(2), terminated=no, truncated=no)
+        one.reset(obs)
+        one.step(obs, action=np.zeros(2, np.int64), reward=np.ones(2), terminated=no, truncated=no)
 
     step()
     return Subject(
         calls={
-            "reset": lambda: one.reset(observation),
+            "reset": lambda: one.reset(obs),
             "step": step,
             "differing": lambda: one.differing({"reward": np.ones(2, np.float32)}),
             "cut": one.cut,
+            "discard": lambda: one.discard(1),
             "rows": lambda: one.rows,
             "in_episode": lambda: one.in_episode(1),
         },
@@ -201,7 +208,7 @@ def two_rows() -> dict[str, Any]:
     flags = {name: np.zeros((2, 8), bool) for name in ("terminated", "last")}
     values = {"action": np.zeros((2, 8), np.int64), "reward": np.zeros((2, 8), np.float32)}
     repeats = {"geartrain.repeats": np.zeros((2, 3), np.int32)}
-    return {"observation": np.zeros((2, 8, 2), np.float32), **values, **flags, **repeats}
+    return {"obs": np.zeros((2, 8, 2), np.float32), **values, **flags, **repeats}
 
 
 @factory(StoreServer)
@@ -246,7 +253,7 @@ def remote_recorder(tools: Tools) -> Subject:
         one.step(seen, action=np.zeros(2, np.int64), reward=np.zeros(2), terminated=flags, truncated=flags)
 
     return Subject(
-        calls={"step": step, "cut": one.cut, "rows": lambda: one.rows},
+        calls={"step": step, "cut": one.cut, "discard": lambda: one.discard(0), "rows": lambda: one.rows},
         close=host.close,
         survives=frozenset({"rows"}),
         work=step,
@@ -265,14 +272,14 @@ def local_policy(tools: Tools) -> Subject:
         def load_state_dict(self, state: Any) -> None:
             self.state = state
 
-    one = LocalPolicy(lambda _, observation: np.zeros(len(observation)), Model(), reader)
+    one = LocalPolicy(lambda _, obs: np.zeros(len(obs)), Model(), reader)
     return Subject(
         calls={"act": lambda: one.act(np.zeros((2, 2)))}, close=reader.close, in_child=frozenset({"act"}), owned=[there]
     )
 
 
 @function(name="hostile.act")
-def act(observation: Any) -> int:
+def act(obs: Any) -> int:
     return 0
 
 

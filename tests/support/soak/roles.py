@@ -34,9 +34,9 @@ def learner(folder: Path) -> None:
     figures = {"batches": 0, "all_reduces": 0, "lost_ranks": 0, "calls": 0, "mixed": 0}
 
     @rpc.batched(max_size=4, max_wait_us=500, stack=True)
-    def policy(observations: Any) -> Any:
-        figures["calls"] += len(observations)
-        return observations.sum(axis=1)
+    def policy(obs: Any) -> Any:
+        figures["calls"] += len(obs)
+        return obs.sum(axis=1)
 
     rpc.function(name="next_epoch")(asked.next)
     store = gt.Store.create(

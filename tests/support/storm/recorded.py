@@ -25,7 +25,7 @@ from storm.roles import EXPECTED, Ending, Part
 from storm.rows import STEPS, length_of
 
 FIELDS = recorded_fields(
-    {"observation": gt.Field((2,), "uint64"), "action": gt.Field((), "uint64")},
+    {"obs": gt.Field((2,), "uint64"), "action": gt.Field((), "uint64")},
     share_rows=True,
     truncated=gt.Field((), "bool"),
 )
@@ -50,13 +50,13 @@ class Recorder:
         self._pending = np.zeros(ENVIRONMENTS, np.int64)  # actions since the last publication
         self.entries, self.tags, self.at = self._new(np.ones(ENVIRONMENTS, bool))
         self.ended = np.zeros(ENVIRONMENTS, bool)
-        self.recorder.reset(self._observation())
+        self.recorder.reset(self._obs())
 
     def _new(self, which: NDArray[np.bool_]) -> tuple[list[slice], NDArray[np.uint64], NDArray[np.uint64]]:
         made = [self.journal.intend(1, OPEN) if each else (slice(0, 0), np.zeros(1, np.uint64)) for each in which]
         return [entry for entry, _ in made], np.array([tag[0] for _, tag in made]), np.zeros(len(which), np.uint64)
 
-    def _observation(self) -> NDArray[np.uint64]:
+    def _obs(self) -> NDArray[np.uint64]:
         return np.stack([self.tags, self.at], axis=1)
 
     def step(self) -> None:
@@ -71,7 +71,7 @@ class Recorder:
         cut_off = (self.tags & np.uint64(1)) == 1
         try:
             self.recorder.step(
-                self._observation(),
+                self._obs(),
                 action=acted,
                 terminated=self.ended & ~cut_off,
                 truncated=self.ended & cut_off,
@@ -200,7 +200,7 @@ def view(part: Part) -> None:
 def _wrong_windows(batch: gt.Batch) -> list[str]:
     found = []
     for row, mask in enumerate(batch.mask):
-        steps = batch["observation"][row][mask]
+        steps = batch["obs"][row][mask]
         if (steps[:, 0] != steps[0, 0]).any() or (np.diff(steps[:, 1].astype(np.int64)) != 1).any():
             found.append(f"a window crosses episodes or misses a step: {steps.tolist()}")
     return found
@@ -211,7 +211,7 @@ def actions(batch: gt.Batch) -> tuple[Counter[tuple[int, int]], list[str]]:
     acted: Counter[tuple[int, int]] = Counter()
     found = []
     for row, mask in enumerate(batch.mask):
-        seen, last = batch["observation"][row][mask], batch["last"][row][mask]
+        seen, last = batch["obs"][row][mask], batch["last"][row][mask]
         tags, at = seen[:, 0], seen[:, 1]
         begins = np.r_[True, last[:-1]]
         follows = np.r_[True, (tags[1:] == tags[:-1]) & (at[1:] == at[:-1] + np.uint64(1))]
@@ -236,7 +236,7 @@ def rows(store: gt.Store, kind: str, journals: list[Path]) -> tuple[list[str], C
     batch = gt.fetch(store, keys, output="numpy", threads=1) if len(keys) else None
     acted, found = actions(batch) if batch is not None else (Counter(), [])
     if batch is not None:
-        counted = [len(np.unique(batch["observation"][row][mask][:, 0])) for row, mask in enumerate(batch.mask)]
+        counted = [len(np.unique(batch["obs"][row][mask][:, 0])) for row, mask in enumerate(batch.mask)]
         if (wrong := np.flatnonzero(batch[EPISODES] != counted)).size:
             one = int(wrong[0])
             found.append(f"a row says {batch[EPISODES][one]} episodes and has {counted[one]}")

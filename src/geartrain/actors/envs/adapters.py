@@ -26,7 +26,7 @@ class StepResult:
     """Result of one step of n environments.
 
     Attributes:
-        observation: after the action, (n, ...); the last one of an episode that ended.
+        obs: after the action, (n, ...); the last one of an episode that ended.
         reward: (n,) or (n, agents) float32.
         terminated: (n,) the episode ended by its own rules.
         truncated: (n,) the episode was cut off, for example by a time limit.
@@ -43,7 +43,7 @@ class StepResult:
         >>> environments.close()
     """
 
-    observation: Arrays
+    obs: Arrays
     reward: NDArray[np.float32]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
@@ -126,11 +126,11 @@ class SyncVectorEnv:
         reward = np.zeros(self.n, np.float32)
         terminated, truncated = np.zeros(self.n, bool), np.zeros(self.n, bool)
         for number, one in enumerate(self._made):
-            observation, reward[number], terminated[number], truncated[number], _ = one.step(_of(actions, number))
-            self._observed.put(number, observation)
+            obs, reward[number], terminated[number], truncated[number], _ = one.step(_of(actions, number))
+            self._observed.put(number, obs)
             if terminated[number] or truncated[number]:
-                observation = one.reset()[0]
-            self._next.put(number, observation)
+                obs = one.reset()[0]
+            self._next.put(number, obs)
         return StepResult(
             self._observed.arrays, reward, terminated, truncated, self._next.arrays, np.ones(self.n, bool)
         )
@@ -139,7 +139,7 @@ class SyncVectorEnv:
         """As `VectorEnv.fields`."""
         one = self._made[0]
         return {
-            **space_fields("observation", one.observation_space),
+            **space_fields("obs", one.observation_space),
             **space_fields("action", one.action_space),
             "reward": Field((), "float32"),
         }
@@ -163,32 +163,32 @@ class GymnasiumVectorEnv:
     def reset(self, seed: int) -> Arrays:
         """As `VectorEnv.reset`."""
         self._ended[:] = False
-        observation, _ = self._made.reset(seed=[seed + number for number in range(self.n)])
-        return _copied(observation)
+        obs, _ = self._made.reset(seed=[seed + number for number in range(self.n)])
+        return _copied(obs)
 
     def step(self, actions: Arrays) -> StepResult:
         """As `VectorEnv.step`."""
-        observation, reward, terminated, truncated, info = self._made.step(actions)
-        observation = _copied(observation)
+        obs, reward, terminated, truncated, info = self._made.step(actions)
+        obs = _copied(obs)
         terminated, truncated = np.asarray(terminated, bool).copy(), np.asarray(truncated, bool).copy()
         valid = np.ones(self.n, bool)
         over = terminated | truncated
-        last = observation
+        last = obs
         if self._mode == "SameStep" and over.any():
-            last = _replaced(observation, over, info["final_obs"])
+            last = _replaced(obs, over, info["final_obs"])
         elif self._mode == "NextStep":
             valid = ~self._ended  # this step has reset those that had ended, and ignored their actions
             terminated &= valid
             truncated &= valid
             self._ended = over & valid
         elif self._mode == "Disabled" and over.any():
-            observation = _copied(self._made.reset(options={"reset_mask": over})[0])
-        return StepResult(last, np.asarray(reward, np.float32), terminated, truncated, observation, valid)
+            obs = _copied(self._made.reset(options={"reset_mask": over})[0])
+        return StepResult(last, np.asarray(reward, np.float32), terminated, truncated, obs, valid)
 
     def fields(self) -> dict[str, Field]:
         """As `VectorEnv.fields`."""
         return {
-            **space_fields("observation", self._made.single_observation_space),
+            **space_fields("obs", self._made.single_observation_space),
             **space_fields("action", self._made.single_action_space),
             "reward": Field((), "float32"),
         }
@@ -210,11 +210,11 @@ class PettingZooVectorEnv:
         self.n = len(self._made)
         self.agents = list(self._made[0].possible_agents)
         first = self.agents[0]
-        self._observation = self._made[0].observation_space(first)
+        self._obs = self._made[0].observation_space(first)
         self._action = self._made[0].action_space(first)
         for agent in self.agents:
             for what, space, found in (
-                ("observation", self._observation, self._made[0].observation_space(agent)),
+                ("obs", self._obs, self._made[0].observation_space(agent)),
                 ("action", self._action, self._made[0].action_space(agent)),
             ):
                 if found != space:
@@ -234,21 +234,21 @@ class PettingZooVectorEnv:
         for number, one in enumerate(self._made):
             mine = _of(actions, number)
             given = {agent: mine[at] for at, agent in enumerate(self.agents) if agent in one.agents}
-            observation, rewards, ends, cuts, _ = one.step(given)
+            obs, rewards, ends, cuts, _ = one.step(given)
             reward[number] = [rewards.get(agent, 0.0) for agent in self.agents]
-            observed.append(self._stack(observation))
+            observed.append(self._stack(obs))
             if not one.agents:
                 terminated[number] = any(ends.values())
                 truncated[number] = not terminated[number] and any(cuts.values())
-                observation = one.reset()[0]
-            following.append(self._stack(observation))
+                obs = one.reset()[0]
+            following.append(self._stack(obs))
         return StepResult(np.stack(observed), reward, terminated, truncated, np.stack(following), np.ones(self.n, bool))
 
     def fields(self) -> dict[str, Field]:
         """As `VectorEnv.fields`."""
         agents = len(self.agents)
         return {
-            **space_fields("observation", self._observation, (agents,)),
+            **space_fields("obs", self._obs, (agents,)),
             **space_fields("action", self._action, (agents,)),
             "reward": Field((agents,), "float32"),
         }
@@ -258,11 +258,11 @@ class PettingZooVectorEnv:
         for one in self._made:
             one.close()
 
-    def _stack(self, observation: Mapping[str, Any]) -> NDArray[Any]:
-        out = np.zeros((len(self.agents), *self._observation.shape), self._observation.dtype)
+    def _stack(self, obs: Mapping[str, Any]) -> NDArray[Any]:
+        out = np.zeros((len(self.agents), *self._obs.shape), self._obs.dtype)
         for at, agent in enumerate(self.agents):
-            if agent in observation:
-                out[at] = observation[agent]
+            if agent in obs:
+                out[at] = obs[agent]
         return out
 
 
@@ -280,15 +280,15 @@ class Stacked:
         copied = {name: array.copy() for name, array in self._arrays.items()}
         return copied[""] if self._single else copied
 
-    def put(self, number: int, observation: Any) -> None:
+    def put(self, number: int, obs: Any) -> None:
         if self._single:
-            self._arrays[""][number] = observation
+            self._arrays[""][number] = obs
         else:
             for name, array in self._arrays.items():
-                array[number] = _at_path(observation, name)
+                array[number] = _at_path(obs, name)
 
 
-def space_parts(space: Any, name: str = "observation") -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+def space_parts(space: Any, name: str = "obs") -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Shapes and dtypes of the arrays of a Gymnasium space, by dotted name; "" for a plain one.
 
     Args:
@@ -348,19 +348,19 @@ def _of(actions: Arrays, number: int) -> Any:
     return one.item() if isinstance(one, np.generic) and one.dtype.kind in "iub" else one
 
 
-def _copied(observation: Any) -> Arrays:
+def _copied(obs: Any) -> Arrays:
     """A copy of a vector environment's observation, by dotted names."""
-    if isinstance(observation, Mapping | tuple):
+    if isinstance(obs, Mapping | tuple):
         flat: dict[str, NDArray[Any]] = {}
-        items = observation.items() if isinstance(observation, Mapping) else enumerate(observation)
+        items = obs.items() if isinstance(obs, Mapping) else enumerate(obs)
         for name, each in items:
             below = _copied(each)
             flat.update({f"{name}.{k}": v for k, v in below.items()} if isinstance(below, dict) else {str(name): below})
         return flat
-    return np.array(observation)
+    return np.array(obs)
 
 
-def _replaced(observation: Arrays, where: NDArray[np.bool_], final: Any) -> Arrays:
+def _replaced(obs: Arrays, where: NDArray[np.bool_], final: Any) -> Arrays:
     """The observation, with the final one where an episode has ended."""
 
     def put(array: NDArray[Any], path: str | None) -> NDArray[Any]:
@@ -369,9 +369,9 @@ def _replaced(observation: Arrays, where: NDArray[np.bool_], final: Any) -> Arra
             out[number] = final[number] if path is None else _at_path(final[number], path)
         return out
 
-    if isinstance(observation, dict):
-        return {name: put(array, name) for name, array in observation.items()}
-    return put(observation, None)
+    if isinstance(obs, dict):
+        return {name: put(array, name) for name, array in obs.items()}
+    return put(obs, None)
 
 
 __all__ = [

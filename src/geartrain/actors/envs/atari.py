@@ -74,27 +74,27 @@ class AtariEnvironments:
         for number, game in enumerate(self._games):
             game.rng = np.random.default_rng(seed + number)
             game.reset()
-        return self._observation()
+        return self._obs()
 
     def step(self, actions: Arrays) -> StepResult:
         """As `VectorEnv.step`."""
         reward = np.array([game.step(int(a)) for game, a in zip(self._games, actions, strict=True)], np.float32)
         terminated = np.array([game.is_over for game in self._games])
         truncated = np.array([game.age >= MAX_ACTIONS for game in self._games]) & ~terminated
-        observation = following = self._observation()
+        obs = following = self._obs()
         if (terminated | truncated).any():
             for number in np.flatnonzero(terminated | truncated):
                 self._games[number].reset()
-            following = self._observation()
+            following = self._obs()
         if self._sign:
             reward = np.sign(reward)
-        return StepResult(observation, reward, terminated, truncated, following, np.ones(self.n, bool))
+        return StepResult(obs, reward, terminated, truncated, following, np.ones(self.n, bool))
 
     def fields(self) -> dict[str, Field]:
         """As `VectorEnv.fields`."""
         return {
-            "observation.frame": Field(self.frame_shape, "uint8"),
-            "observation.age": Field((), "int32"),
+            "obs.frame": Field(self.frame_shape, "uint8"),
+            "obs.age": Field((), "int32"),
             "action": Field((), "int64"),
             "reward": Field((), "float32"),
         }
@@ -103,7 +103,7 @@ class AtariEnvironments:
         """As `VectorEnv.close`."""
         self._games = []
 
-    def _observation(self) -> dict[str, NDArray[Any]]:
+    def _obs(self) -> dict[str, NDArray[Any]]:
         frames = np.stack([game.frame for game in self._games])
         return {"frame": frames, "age": np.array([game.age for game in self._games], np.int32)}
 

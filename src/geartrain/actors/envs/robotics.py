@@ -1,7 +1,8 @@
 """The robot arms of gymnasium-robotics: FetchReach-v4, FetchPush-v4, FetchSlide-v4, FetchPickAndPlace-v4, and others.
 
-They observe a dict: "observation", "achieved_goal" and "desired_goal" (float64). These become three fields of a store,
-so hindsight relabelling can replace the desired goal when rows are fetched. The reward of a Fetch task is 0 at the goal
+They observe a dict: "observation", "achieved_goal" and "desired_goal" (float64). These become the fields
+"obs.observation", "obs.achieved_goal" and "obs.desired_goal" of a store, so hindsight relabelling can replace the
+desired goal when rows are fetched. The reward of a Fetch task is 0 at the goal
 and -1 elsewhere. Episodes are truncated after 50 steps.
 """
 

@@ -69,8 +69,8 @@ class Smax:
     def reset(self, seed: int) -> Arrays:
         """As `VectorEnv.reset`: "agents" (n, agents, size), "available" (n, agents, actions), "state" (n, size)."""
         self._key, key = self._jax.random.split(self._jax.random.PRNGKey(seed))
-        observation, self._state = self._first(self._jax.random.split(key, self.n))
-        return _arrays(observation)
+        obs, self._state = self._first(self._jax.random.split(key, self.n))
+        return _arrays(obs)
 
     def step(self, actions: Arrays) -> StepResult:
         """As `VectorEnv.step`, for actions (n, agents) of whole numbers."""
@@ -91,9 +91,9 @@ class Smax:
         """As `VectorEnv.fields`."""
         seen, state = self._sizes
         return {
-            "observation.agents": Field((self.agents, seen), "float32"),
-            "observation.available": Field((self.agents, self.actions), "bool"),
-            "observation.state": Field((state,), "float32"),
+            "obs.agents": Field((self.agents, seen), "float32"),
+            "obs.available": Field((self.agents, self.actions), "bool"),
+            "obs.state": Field((state,), "float32"),
             "action": Field((self.agents,), "int64"),
             "reward": Field((), "float32"),
         }
@@ -103,29 +103,29 @@ class Smax:
         self._state = None
 
 
-def _observe(game: Any, observation: Any, state: Any) -> dict[str, Any]:
+def _observe(game: Any, obs: Any, state: Any) -> dict[str, Any]:
     import jax.numpy as jnp
 
     possible = game.get_avail_actions(state)
     return {
-        "agents": jnp.stack([observation[agent] for agent in game.agents]),
+        "agents": jnp.stack([obs[agent] for agent in game.agents]),
         "available": jnp.stack([possible[agent] for agent in game.agents]).astype(bool),
-        "state": observation["world_state"],
+        "state": obs["world_state"],
     }
 
 
 def _first(game: Any, key: Any) -> tuple[dict[str, Any], Any]:
-    observation, state = game.reset(key)
-    return _observe(game, observation, state), state
+    obs, state = game.reset(key)
+    return _observe(game, obs, state), state
 
 
 def _after(game: Any, key: Any, state: Any, actions: Any) -> tuple[Any, ...]:
     """One step of one battle. A battle is over when at most one side is left."""
     given = {agent: actions[at] for at, agent in enumerate(game.agents)}
-    observation, after, rewards, dones, _ = game.step_env(key, state, given)
+    obs, after, rewards, dones, _ = game.step_env(key, state, given)
     living = after.state.unit_alive
     both_alive = living[: game.num_agents].any() & living[game.num_agents :].any()
-    return _observe(game, observation, after), after, rewards[game.agents[0]], dones["__all__"], ~both_alive
+    return _observe(game, obs, after), after, rewards[game.agents[0]], dones["__all__"], ~both_alive
 
 
 def _pick(over: Any, new: Any, old: Any) -> Any:
@@ -134,8 +134,8 @@ def _pick(over: Any, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda one, other: jax.numpy.where(over, one, other), new, old)
 
 
-def _arrays(observation: Any) -> Arrays:
-    return {name: np.array(value) for name, value in observation.items()}  # JAX's own are read-only
+def _arrays(obs: Any) -> Arrays:
+    return {name: np.array(value) for name, value in obs.items()}  # JAX's own are read-only
 
 
 __all__ = ["Smax", "make"]

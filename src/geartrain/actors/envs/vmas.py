@@ -85,7 +85,7 @@ class Vmas:
     def fields(self) -> dict[str, Field]:
         """As `VectorEnv.fields`."""
         return {
-            "observation": Field((self.agents, self._seen), "float32"),
+            "obs": Field((self.agents, self._seen), "float32"),
             "action": Field((self.agents, self.actions), "float32"),
             "reward": Field((self.agents,), "float32"),
         }

@@ -53,6 +53,7 @@ class GatherField:
         timed: whether its first axis is time.
         result: dtype to convert to; None to keep bytes as they are.
         scale, shift: result = float32(x) * scale + shift.
+        places: of a block that is some steps of a window, which steps these are; such a field is staged.
     """
 
     name: str
@@ -66,6 +67,7 @@ class GatherField:
     result: str | None = None
     scale: float = 1.0
     shift: float = 0.0
+    places: tuple[int, ...] | None = None
 
     @property
     def result_bytes(self) -> int:

@@ -33,7 +33,9 @@ def at_work(fresh: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
-        lock.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what could not be removed keeps its lock's file: for `remove_dead`
+            if not any(os.path.lexists(each) for each in _of(fresh)):
+                lock.unlink(missing_ok=True)
         os.close(descriptor)
 
 
@@ -49,24 +51,32 @@ def remove_dead(target: Path) -> None:
             descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                left = lock.with_name(lock.name.removesuffix(_LOCK))
-                for path in (left, left.with_name(left.name + ".parts")):
-                    remove(path)
+                remove(lock.with_name(lock.name.removesuffix(_LOCK)))
                 lock.unlink(missing_ok=True)
             finally:
                 os.close(descriptor)
 
 
-def remove(path: Path) -> None:
-    """Removes a file, or a folder with all in it, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def remove(fresh: Path) -> None:
+    """Removes an unfinished dataset, a file or a folder, and its parts, if they are there. Raises `OSError`."""
+    for path in _of(fresh):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def parts_of(fresh: Path) -> Path:
+    """A folder beside an unfinished dataset, for what its writer collects first."""
+    return fresh.with_name(fresh.name + ".parts")
+
+
+def _of(fresh: Path) -> tuple[Path, Path]:
+    return fresh, parts_of(fresh)
 
 
 def _prefix(target: Path) -> str:
     return f".{target.name[:64]}."
 
 
-__all__ = ["at_work", "remove", "remove_dead", "unfinished"]
+__all__ = ["at_work", "parts_of", "remove", "remove_dead", "unfinished"]

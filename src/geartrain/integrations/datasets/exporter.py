@@ -22,7 +22,7 @@ from geartrain.core.arguments import check_flag, did_you_mean, shown
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import FULL, Trust, check_trust, room_in
-from geartrain.errors import ArgumentError, DatasetExistsError, NoSpaceError, SourceError
+from geartrain.errors import ArgumentError, DatasetExistsError, GeartrainError, NoSpaceError, SourceError
 from geartrain.integrations.datasets.arguments import casts_of, checked_options
 from geartrain.integrations.datasets.episode import FieldChoice, choose
 from geartrain.integrations.datasets.export_leftovers import at_work, remove, remove_dead, unfinished
@@ -125,7 +125,7 @@ def export_store(
         SourceError: there is no row, or a field that the format cannot hold.
         DatasetExistsError: something is there already.
         NoSpaceError: the file system has too little space. Nothing of the attempt is left.
-        OSError: the path cannot be written to.
+        OSError, StoreIOError: the path cannot be written to. Nothing of the attempt is left.
         MissingDependencyError: the format's package is not installed.
         StoreMissingError, CheckpointError: the source cannot be opened.
 
@@ -175,7 +175,7 @@ def export_store(
             Progress(f"exporting {rows.name}", rows.count, unit="rows", enabled=progress) as bar,
         ):
             with (
-                _naming_full_disk(target),
+                _naming_errors(target),
                 _ending(writer_class(fresh, fields=written, about=rows.name, **options)) as to,
             ):
                 rows.verify()
@@ -186,7 +186,7 @@ def export_store(
                 if done == 0:
                     raise SourceError(f"{rows.name}: every row was overwritten before it was read")
                 to.finish()
-            with _naming_full_disk(target):
+            with _naming_errors(target):
                 _flush(fresh)
                 _put_in_place(fresh, target, format, overwrite, writer_class)
             report = ExportReport(done, steps, bar.nbytes, rows.overwritten, rows.still_open, left_out)
@@ -261,15 +261,12 @@ def _check_target(target: Path, format: str, overwrite: bool, writer: type[Datas
             raise DatasetExistsError(
                 f"{target} has files that are not of a {format} dataset, so it is not replaced: choose another path"
             )
-    with _naming_full_disk(target):
+    with _naming_errors(target):
         probe = unfinished(target)
         try:
             probe.touch(exist_ok=False)
-        except OSError as error:
-            if error.errno in FULL:
-                raise
-            raise type(error)(error.errno, f"{target} cannot be written: {error.strerror}") from None
-        probe.unlink()
+        finally:
+            probe.unlink(missing_ok=True)
 
 
 def _is_there(target: Path) -> bool:
@@ -306,7 +303,8 @@ def _beside(target: Path) -> Iterator[Path]:
         try:
             yield fresh
         finally:
-            remove(fresh)
+            with contextlib.suppress(OSError):  # the next export to this target removes it
+                remove(fresh)
 
 
 @contextlib.contextmanager
@@ -360,11 +358,11 @@ def _put_in_place(fresh: Path, target: Path, format: str, overwrite: bool, write
 
 
 @contextlib.contextmanager
-def _naming_full_disk(target: Path) -> Iterator[None]:
-    """Turns the error of a full file system, quota or limit, whichever library tells it, into one of geartrain's."""
+def _naming_errors(target: Path) -> Iterator[None]:
+    """Names the target in the system's errors, whichever library tells them; a full disk is a `NoSpaceError`."""
     try:
         yield
-    except NoSpaceError:
+    except GeartrainError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
         number = getattr(error, "errno", None)
@@ -372,7 +370,9 @@ def _naming_full_disk(target: Path) -> Iterator[None]:
         told = next((each for each in FULL if number == each or f"rrno {each}]" in str(error)), None)
         told = told or next((each for each in FULL if f"errno = {each}," in str(error)), None)
         if told is None:
-            raise
+            if not isinstance(error, OSError):
+                raise
+            raise type(error)(number, f"{target} cannot be written: {error.strerror or error}") from error
         raise NoSpaceError(
             f"cannot write {target}: {os.strerror(told)}; {room_in(target)}. The unfinished dataset is removed"
         ) from error

@@ -13,7 +13,7 @@ from typing import Any
 import geartrain._native as _native
 from geartrain.core.arguments import check_flag
 from geartrain.core.schema import Field
-from geartrain.core.shared_files import shared_files
+from geartrain.core.shared_files import leftovers
 from geartrain.errors import ArgumentError, GeartrainError, StoreExistsError, StoreMissingError
 from geartrain.store.store import Store
 
@@ -133,7 +133,7 @@ class StorePlace:
 def new_name() -> str:
     """A random name for an unnamed storage. Also removes stores of killed owners."""
     first = Path(_native.segment_path(_PREFIX))
-    for path in shared_files(f"{first.name}*{_OWNER}", first.parent):
+    for path in leftovers(f"{first.name}*{_OWNER}", first.parent):
         with suppress(GeartrainError, OSError):  # another user's, another build's, or removed meanwhile
             if path.stat().st_uid == os.getuid() and not _is_used(str(path)):
                 store = path.with_name(path.name.removesuffix(_OWNER))

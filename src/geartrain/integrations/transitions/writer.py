@@ -51,9 +51,7 @@ class TransitionWriter(RecorderPriority):
         self._numbers = numbers(self.writer, n_envs, count) + np.arange(_NUMBERS_AT_ONCE)[:, None]
         self._place = 0
         self._first = int(numbers(self.writer, 1, 0)[0]) if n_envs == 1 else None
-        self._recorder = store.recorder(
-            n_envs, observations=[NUMBER], publish_every=1, overlap=overlap, autoreset="disabled"
-        )
+        self._recorder = store.recorder(n_envs, obs=[NUMBER], publish_every=1, overlap=overlap, autoreset="disabled")
         fields = store.fields
         self._begun = False
         self._no: Any = False if n_envs == 1 else np.zeros(n_envs, np.bool_)

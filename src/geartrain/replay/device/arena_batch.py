@@ -47,7 +47,7 @@ class ArenaViews:
         for spec, offset in zip(gather.fields, layout.fields, strict=True):
             schema = plan.store.fields[spec.name]
             shape = plan.shape(spec.name, n)
-            if steps is not None and not schema.per_row:
+            if steps is not None and spec.timed:
                 shape = (steps, *schema.shape)
             self._fields[spec.name] = place = _place(offset, torch_dtype(DTYPES[spec.result or schema.dtype]), *shape)
             self.nbytes += math.prod(place[1]) * place[0].itemsize

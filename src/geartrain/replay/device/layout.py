@@ -52,13 +52,18 @@ def arrangement(
         for was, becomes, source_at, at in zip(
             plan.fields, transfer.plan.fields, layout.fields, transfer.layout.fields, strict=True
         ):
-            rows = n * (steps if was.timed else 1)
-            values = source[source_at : source_at + rows * was.result_bytes].view(rows, -1)  # a line a step
+            size = n * (steps if was.timed else 1) * was.result_bytes
+            lines = n * (steps if was.timed else len(was.places or (0,)))
+            values = source[source_at : source_at + size].view(lines, -1)  # a line a step
             if real is not None and was.timed:
                 values = values[real]
             if becomes.result is not None and was.result is None:
                 exact = values.view(torch_dtype(DTYPES[was.dtype]))
-                of = known_steps.reshape(-1) if was.timed and real is None else None
+                of = None
+                if was.places is not None:
+                    of = known_steps[:, list(was.places)].reshape(-1)
+                elif was.timed and real is None:
+                    of = known_steps.reshape(-1)
                 values = target.options.convert[was.name].apply(exact, of).view(torch.uint8)
             transfer.arena[at : at + values.numel()].view(values.shape).copy_(values)
         for name, size in (("mask", n * steps), ("starts", 4 * n), ("lengths", 4 * n), ("versions", 8 * n)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
@@ -59,15 +60,14 @@ def gather_plan_of(plan: FetchPlan, convert: Mapping[str, Convert], packed: bool
         spec = store.fields[name]
         offset, stride = layout["columns"][number]
         into = convert.get(name)
-        block_bytes, timed = spec.block_nbytes(store.max_length), not spec.per_row
-        fields.append(
-            GatherField(name, spec.dtype, spec.itemsize, offset, stride, block_bytes, spec.nbytes, timed)
-            if into is None
-            else GatherField(
-                name, spec.dtype, spec.itemsize, offset, stride, block_bytes, spec.nbytes, timed,
-                into.dtype, into.scale, into.shift,
-            )
-        )  # fmt: skip
+        block_bytes, timed, taken = spec.block_nbytes(store.max_length), not spec.per_row, plan.taken.get(name)
+        step_bytes, places = spec.nbytes, None
+        if taken is not None:  # staged, where its steps lie in a batch as one block
+            step_bytes, timed = plan.row_bytes(name), False
+            places = taken[0] or None
+        how = () if into is None else (into.dtype, into.scale, into.shift)
+        made = GatherField(name, spec.dtype, spec.itemsize, offset, stride, block_bytes, step_bytes, timed, *how)
+        fields.append(made if places is None else dataclasses.replace(made, places=places))
     segment = SegmentLayout(
         layout["words"],
         layout["status"],
@@ -119,12 +119,15 @@ class DeviceTarget:
 
     def _choose(self, copies: bool, rows: int | None) -> tuple[str, str]:
         asked, store, windows = self.options.path, self.plan.store, self.plan.windows
-        if windows is not None and not windows.plain:
+        if self.options.packed and windows is not None and windows.offsets is not None:
+            raise ArgumentError("packed windows have adjacent steps: leave out packed=True, or offsets")
+        if not self.plan.plain:
+            placed = "first_only" if windows is None or windows.plain else windows
             if asked in PINNED_PATHS:
                 raise ArgumentError(
-                    f"the GPU takes windows that are a number of steps, found {windows}; use path='staged'"
+                    f"the GPU takes all steps of windows that are a number of steps, found {placed}; use path='staged'"
                 )
-            return "staged", f"the CPU places {windows}"
+            return "staged", f"the CPU places {placed}"
         if shares_rows(store.fields):
             if asked in PINNED_PATHS:
                 raise ArgumentError(

@@ -72,7 +72,7 @@ class RowBuffer:
         return FetchedRows(
             self.arrays,
             np.zeros(self.n, np.uint8),
-            self.plan.mask(headers["start"], headers["steps"]),
+            self.plan.mask(headers["anchor"], headers["start"], headers["steps"]),
             np.ascontiguousarray(headers["start"]),
             np.ascontiguousarray(headers["length"]),
             np.ascontiguousarray(headers["version"]),
@@ -169,7 +169,7 @@ class DeviceAssembler(HostAssembler):
         """Keys of the rows in a buffer, which have these numbers in the global batch."""
         headers, plan = mine.headers, mine.plan
         shard = headers["shard"].astype(np.uint16)
-        steps = plan.anchors(headers["start"], headers["steps"]) if plan.per_step else None
+        steps = headers["anchor"].astype(np.uint32) if plan.per_step else None
         rows, generations = (np.ascontiguousarray(headers[name]) for name in ("row", "generation"))
         return Keys.of_rows(rows, generations, reader.members.shard_ids[shard], shard=shard, draw=its, step=steps)
 
@@ -319,7 +319,7 @@ class GatherAssembler(DeviceAssembler):
         headers = mine.headers[every]
         arrays: dict[str, NDArray[Any]] = {
             "places": every,
-            "mask": mine.plan.mask(headers["start"], headers["steps"]).view(np.uint8),
+            "mask": mine.plan.mask(headers["anchor"], headers["start"], headers["steps"]).view(np.uint8),
             "starts": headers["start"],
             "lengths": headers["length"],
             "versions": headers["version"],
@@ -343,7 +343,8 @@ class GatherAssembler(DeviceAssembler):
         if self._packed is None:
             return unpacked, None
         transfer = GatherTransfer(self.targets, buffer.n, self._packed)
-        mask = buffer.plan.mask(buffer.headers["start"], buffer.headers["steps"])
+        headers = buffer.headers
+        mask = buffer.plan.mask(headers["anchor"], headers["start"], headers["steps"])
         return transfer, arrangement(transfer, unpacked.arena, unpacked.plan, unpacked.layout, mask)
 
 

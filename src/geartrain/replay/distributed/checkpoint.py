@@ -431,12 +431,16 @@ def newest_step(
 ) -> int | None:
     """The newest step that is complete on all ranks, which `load_checkpoint` would load; None without one.
 
-    Collective, over the ranks of `group`, as in `save_checkpoint`. Raises `PeerLostError` when a rank is lost.
+    Collective, over the ranks of `group`, as in `save_checkpoint`.
+
+    Raises:
+        CheckpointError: the directory, or a newer step's record, cannot be read on a rank.
+        PeerLostError: a rank is lost.
     """
     timeout(timeout_s)
     root = check_path("directory", directory).absolute()
     with _joined(group, timeout_s) as ranks:
-        everyone = _run_phase(ranks, f"looking at {root}", lambda: scan_steps(root)[0], timeout_s)
+        everyone = _run_phase(ranks, f"looking at {root}", lambda: scan_steps(root, newest=True)[0], timeout_s)
     return max((step for step, _ in set.intersection(*map(set, everyone))), default=None)
 
 

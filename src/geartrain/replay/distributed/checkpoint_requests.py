@@ -184,7 +184,7 @@ def load_request(
     whole_number("part", options.part, 2**16)
     step = None if step is None else whole_number("step", step, 10**18)
     shard = _numbered(torchrun_shard(os.environ) if shard is None else shard)
-    steps, damaged = scan_steps(root)
+    steps, damaged = scan_steps(root, newest=step is None)
     return LoadRequest(name, shard, step, options, steps, damaged)
 
 

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 from geartrain.core.arguments import shown
 from geartrain.core.json_values import entry, object_entries, read_object, whole_entry
+from geartrain.core.shared_files import listed, naming_errors
 from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_directory import remove_unheld
-from geartrain.store.checkpoint_format import json_checksum, sync_directory, write_json
+from geartrain.store.checkpoint_format import json_checksum, put_json, sync_directory
 
 FORMAT = "geartrain-shards"
 VERSION = 1
@@ -77,15 +78,22 @@ class StepRecord(NamedTuple):
 Steps = dict[tuple[int, str], StepRecord]
 
 
-def scan_steps(root: Path) -> tuple[Steps, list[str]]:
-    """The records on this disk, and error texts of the records that cannot be used."""
+def scan_steps(root: Path, *, newest: bool = False) -> tuple[Steps, list[str]]:
+    """The records on this disk, and error texts of the records that cannot be used.
+
+    Args:
+        root: directory of the steps.
+        newest: the caller takes the newest step. A disk that cannot read a newer one's record must not hide that step.
+
+    Raises:
+        CheckpointError: the directory cannot be listed; with `newest`, the disk cannot read a record that is newer than
+            all others.
+    """
     steps: Steps = {}
     damaged: list[str] = []
+    unread = (-1, "")
     for place in step_paths(root):
-        records: list[Path] = []
-        with suppress(FileNotFoundError):  # the whole step is being removed
-            records = sorted(place.glob("replay*.json"))
-        for path in records:
+        for path in _listed(place, "replay*.json"):  # none if the whole step is being removed
             try:
                 record = _record(path, step_number(place))
                 steps[step_number(place), record.content["id"]] = record
@@ -93,8 +101,11 @@ def scan_steps(root: Path) -> tuple[Steps, list[str]]:
                 continue  # it was just removed, or renamed
             except OSError as error:
                 damaged.append(f"{path} cannot be read: {error.strerror}")
+                unread = max(unread, (step_number(place), damaged[-1]))
             except CheckpointError as error:
                 damaged.append(str(error))
+    if newest and unread[0] > max((number for number, _ in steps), default=-1):
+        raise CheckpointError(f"{unread[1]}. Read it again, or name an older step to load: step=...")
     return steps, damaged
 
 
@@ -146,8 +157,13 @@ def _check_shard(shard: Mapping[str, Any]) -> None:
 
 
 def step_paths(root: Path) -> list[Path]:
-    """The directories of all steps, complete or not."""
-    return [path for path in sorted(root.glob("step-*")) if _STEP.fullmatch(path.name) and path.is_dir()]
+    """The directories of all steps, complete or not. Raises `CheckpointError` if they cannot be listed."""
+    return [path for path in _listed(root, "step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
+
+
+def _listed(directory: Path, *patterns: str) -> list[Path]:
+    with naming_errors("cannot read the checkpoints in", directory, CheckpointError):
+        return [path for pattern in patterns for path in listed(directory, pattern)]
 
 
 def step_name(step: int) -> str:
@@ -184,23 +200,23 @@ def base_checkpoint(root: Path, steps: Steps, store_id: int, origin: str | None)
 
 
 def write_record(path: Path, record: dict[str, Any], rank: int) -> None:
-    """Writes a record atomically; ranks that share the disk may do so at the same time."""
+    """Writes a record atomically; ranks that share the disk may do so at the same time. Raises as `save_checkpoint`."""
     fresh = path.with_name(f"{path.name}.{rank}.tmp")
-    write_json(fresh, record)
-    fresh.replace(path)
-    sync_directory(path.parent)
+    with naming_errors("cannot save the record", path, CheckpointError):
+        put_json(path, record, fresh)
 
 
 def replace_record(record: Path, shards: set[str]) -> None:
     """Makes a step's new record its only one, and removes shards that only the old record named."""
     place = record.parent
-    if record.name != "replay.json":
-        with suppress(FileNotFoundError):  # another rank of this disk was first
-            record.replace(place / "replay.json")
-        sync_directory(place)
-    for left in [*place.glob("shard-*-of-*"), *place.glob(".shard-*"), *place.glob("replay.*.json")]:
-        if left.name not in shards:
-            _remove(left)
+    with naming_errors("cannot tidy up the checkpoint", place, CheckpointError):
+        if record.name != "replay.json":
+            with suppress(FileNotFoundError):  # another rank of this disk was first
+                record.replace(place / "replay.json")
+            sync_directory(place)
+        for left in _listed(place, "shard-*-of-*", ".shard-*", "replay.*.json"):
+            if left.name not in shards:
+                _remove(left)
 
 
 def prune_steps(root: Path, kept: set[int], step: int, companions: Sequence[str]) -> None:
@@ -213,8 +229,8 @@ def prune_steps(root: Path, kept: set[int], step: int, companions: Sequence[str]
         if number in kept or (number > step and number in complete):
             continue
         with suppress(OSError):  # other files are in it, or another rank of this disk was first
-            records = [*path.glob("replay*.json*"), *path.glob("restored-*.json")]
-            blocks = [*path.glob("shard-*-of-*"), *path.glob(".shard-*")]
+            records = _listed(path, "replay*.json*", "restored-*.json")
+            blocks = _listed(path, "shard-*-of-*", ".shard-*")
             others = [path / companion for companion in companions] if records or blocks else []
             for entry in [*records, *others, *blocks]:  # records first: no shard is named that is gone
                 _remove(entry)

@@ -26,7 +26,7 @@ from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import SHARD_STATUS, flat_bytes, rank_status
 from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, RADIX, all_to_all_of_known_sizes
 from geartrain.replay.distributed.rank_group import Bytes
-from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
+from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler, now_ns
 from geartrain.selection.sharded import (
     NO_ROW,
     Shard,
@@ -54,11 +54,18 @@ class CommonError(Exception):
 
 
 class TooFewRowsError(CommonError):
-    """Store number `store` has fewer than `min_rows` selectable rows. All ranks know, and can wait for more."""
+    """Store number `store` has fewer rows than `min_rows`, or steps than `min_steps`.
+
+    All ranks know, and can wait for more.
+    """
 
     def __init__(self, error: NotEnoughRowsError, store: int) -> None:
         super().__init__(error)
         self.store = store
+
+
+class TooFewGroupsError(TooFewRowsError):
+    """Too few groups of store number `store` can be drawn. All ranks know, and can wait for more."""
 
 
 def common_errors(body: Callable[[], T]) -> T:
@@ -103,6 +110,11 @@ class DrawnBatch(NamedTuple):
         """Rows of each store: fewer than were asked for where a pass ends."""
         return [0 if each is None else len(each.shard) for each in self.found]
 
+    @property
+    def sampled(self) -> list[int]:
+        """The same without the places of late groups that have no row."""
+        return [0 if each is None else len(each.shard) - each.absent for each in self.found]
+
 
 class ShardedSampler:
     """Draws from the shards of all stores, together with all other ranks.
@@ -141,7 +153,14 @@ class ShardedSampler:
             group.size,
             fingerprint,
             [
-                (sampler.plan.store.native, sampler.traits.by_priority, by_totals, store.leaders, sampler.min_rows)
+                (
+                    sampler.plan.store.native,
+                    sampler.traits.by_priority,
+                    by_totals,
+                    store.leaders,
+                    sampler.min_rows,
+                    sampler.min_steps,
+                )
                 for sampler, by_totals, store in zip(samplers, self._by_totals, members.stores, strict=True)
             ],
             any(sampler.traits.importance for sampler in samplers),
@@ -232,7 +251,7 @@ class ShardedSampler:
 
         Raises:
             RanksDisagreeError: a rank has another configuration or is at another step.
-            TooFewRowsError: a store has fewer than `min_rows` selectable rows.
+            TooFewRowsError: a store has fewer rows than `min_rows`, or steps than `min_steps`.
         """
         agreed = self._agree(step, updates, quotas, state, exchange)
         status, changed = self._status_in(agreed), agreed.changed
@@ -254,18 +273,18 @@ class ShardedSampler:
                         name = f"after/{store.of_rank[rank]}"
                         state[number][name] = max(state[number].get(name, 0), used)
         for number, count in enumerate(counts):
-            self.check_count(number, count)
+            self.check_count(number, count, agreed.steps[number])
         return ShardTotals(counts, state, totals, offers)
 
-    def check_count(self, number: int, count: int) -> None:
-        """Raises `TooFewRowsError` if a store has too few selectable rows on all ranks together."""
+    def check_count(self, number: int, count: int, steps: int) -> None:
+        """Raises `TooFewRowsError` if a store has too few rows, or steps, on all ranks together."""
         sampler = self.samplers[number]
-        if count < sampler.min_rows:
+        if count < sampler.min_rows or steps < sampler.min_steps:
             name = sampler.plan.store.name
             raise TooFewRowsError(
                 NotEnoughRowsError(
-                    f"{sampler.min_rows} selectable rows are asked for, the ranks have {count} together (the store of "
-                    f"this one is {name!r})"
+                    f"{sampler.wanted} are asked for, the ranks have {count}"
+                    f"{f' and {steps}' if sampler.min_steps else ''} together (the store of this one is {name!r})"
                 ),
                 number,
             )
@@ -412,16 +431,18 @@ class ShardedSampler:
 
         Raises:
             CommonError: too few rows can be drawn.
+            TooFewGroupsError: too few groups, and nothing was changed by then.
         """
         if quota == 0:
             return None
         sampler, store = self.samplers[number], self.members.stores[number]
+        leads, grouped = self.members.leads(number), sampler.traits.form == "groups"
         shard = Shard(
-            self._candidates[number],
+            self._candidates[number].at(now_ns()) if grouped and leads else self._candidates[number],
             store.of_rank[self.members.group.rank],
             len(store.ranks),
             functools.partial(self.members.all_gather_shards, number),
-            self.members.leads(number),
+            leads,
             functools.partial(self.members.broadcast_in_shard, number),
             sampler.limited,
             known.totals[number],
@@ -433,7 +454,14 @@ class ShardedSampler:
         passes = sampler.passes
         if passes is not None:
             return common_errors(lambda: passes.draw(shard, quota, known.state[number]))
-        drawn = common_errors(lambda: select_shards(sampler.strategy, shard, quota, step, state))
+        try:
+            drawn = common_errors(lambda: select_shards(sampler.strategy, shard, quota, step, state))
+        except CommonError as error:
+            # To draw the batch again would count the samples of the stores before this one again.
+            counted = any(before.limited for before in self.samplers[:number])
+            if grouped and not counted and isinstance(error.error, NotEnoughRowsError):
+                raise TooFewGroupsError(error.error, number) from None
+            raise
         return self._count_samples(number, shard, drawn, step) if sampler.limited else drawn
 
     def _count_samples(self, number: int, shard: Shard, drawn: ShardedDraw, step: int) -> ShardedDraw:
@@ -448,9 +476,11 @@ class ShardedSampler:
             refused = np.zeros(len(drawn.shard), bool)
             if shard.leads:
                 mine = pending[drawn.shard[pending] == shard.number]
-                found = mine[drawn.rows[mine] != NO_ROW]
+                known = mine[drawn.rows[mine] != NO_ROW]
+                found = known[drawn.generations[known] != 0]  # places of late groups may have no row
                 keys = np.ascontiguousarray(drawn.rows[found]), np.ascontiguousarray(drawn.generations[found])
                 refused[mine] = True
+                refused[known] = False
                 refused[found] = ~sampler.count_samples(*keys)
                 self._held[number].append(keys)
             bits = np.bitwise_or.reduce(shard.gather(np.packbits(refused)), axis=0)
@@ -484,4 +514,12 @@ class ShardedSampler:
         self._held[number].clear()
 
 
-__all__ = ["CommonError", "DrawnBatch", "ShardTotals", "ShardedSampler", "TooFewRowsError", "common_errors"]
+__all__ = [
+    "CommonError",
+    "DrawnBatch",
+    "ShardTotals",
+    "ShardedSampler",
+    "TooFewGroupsError",
+    "TooFewRowsError",
+    "common_errors",
+]

@@ -16,6 +16,7 @@ import numpy as np
 from geartrain.replay.distributed.messages import PROTOCOL
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.transitions import Transitions
+from geartrain.replay.windows import FIRST_STEP
 from geartrain.selection.mixture import Mixture, Selection
 
 
@@ -37,7 +38,11 @@ def describe_job(
         job |= {f"window{which}": plan.window, f"pad{which}": "left" if plan.pad_left else "right"}
         if plan.windows is not None and not plan.windows.plain:
             job[f"windows{which}"] = _as_text(plan.windows)
+        first = sorted(name for name, steps in plan.taken.items() if steps == FIRST_STEP)
+        if first:
+            job[f"first_only{which}"] = first
         job[f"min_rows{which}"] = int(part.min_rows)
+        job[f"min_steps{which}"] = int(part.min_steps)
         if part.step_plan is not None:
             steps = part.step_plan  # of rows as long as they can be in every shard
             job[f"steps{which}"] = list(steps if steps.after else steps[:4])

@@ -24,7 +24,7 @@ from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.fetch_plan import FetchPlan
 
 #: Version of the messages between ranks; ranks of different versions refuse each other.
-PROTOCOL = 6
+PROTOCOL = 7
 
 _RECORDS = _native.wire_records()
 

@@ -192,7 +192,7 @@ class RankReader:
             plan.pad_left,
             plan.threads,
             config.assignment == "ordered",
-            None if plan.windows is None or view is not None else plan.windows.native,
+            None if view is not None else plan.native_windows,
             None if view is None else view.native,
             None if me is None or not me.fields else me.replica,
         )
@@ -201,6 +201,7 @@ class RankReader:
         self._led = [sampler for number, sampler in enumerate(samplers) if members.leads(number) and sampler.expires]
         self._step = 0  # of the batch that is read
         self._after = [0 for _ in samplers]  # sequence numbers that its draws have used, in orders that move on
+        self._now_ns: list[int | None] = [None for _ in samplers]  # when the leaders drew it, where that counts
         self._limits_now: dict[int, tuple[int, int, int]] = {}  # of stores whose rows were drawn again for it
         self._failed: EmptyStoreError | None = None  # why rows of it were not drawn again
 
@@ -246,7 +247,7 @@ class RankReader:
         sampler, cursors = self.samplers[store], self._agreed.cursors
         state = {"after": self._after[store]} if sampler.traits.cursor else {}
         try:
-            drawn = sampler.draw(n, self._step, state, Redraw(attempt, numbers, kept))
+            drawn = sampler.draw(n, self._step, state, Redraw(attempt, numbers, kept), self._now_ns[store])
         except EmptyStoreError as error:
             self._failed = error
             return None
@@ -267,7 +268,8 @@ class RankReader:
         """Recycled memory for n rows of this rank's batch."""
         plan, view = self.plan, self.samplers[0].transitions
         native = None if view is None else view.native
-        return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, True, native)
+        steps = None if view is not None else plan.native_steps
+        return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, True, native, True, steps)
 
     def build(
         self, step: int, updates: list[PriorityUpdate], quotas: Sequence[int]
@@ -327,6 +329,7 @@ class RankReader:
         rounds = None if drawn.rounds is None else drawn.rounds.astype(np.uint32)
         shard = store.of_rank[self.members.group.rank]
         cursor = self._after[number] = state.get(f"after/{shard}", 0)
+        self._now_ns[number] = drawn.now_ns
         return (
             drawn.shard + store.first,
             drawn.rows,
@@ -382,7 +385,8 @@ class RankReader:
         if read.refusal == "disagree":
             self._agreed.check_ranks(read.status, step)
         elif read.refusal == "few rows":
-            self._agreed.check_count(read.refused_store, read.rows[read.refused_store])
+            store = read.refused_store
+            self._agreed.check_count(store, read.rows[store], read.steps[store])
         raise CommonError(
             EmptyStoreError(
                 "no selectable row has a priority above zero"

@@ -255,7 +255,7 @@ class RankRows:
             sent_bytes = self.group.sent_bytes
             drawn = self.sampler.draw_all(step, state, updates, quotas, reader.exchange)
             counts, state = drawn.counts, drawn.state
-            self.admission.keep(admission, drawn.sizes)
+            self.admission.keep(admission, drawn.sampled)
             traffic.selection_bytes += self.group.sent_bytes - sent_bytes
             selected_s = time.perf_counter()
             mine = self._buffer(sum(drawn.sizes)) if self._reads_own else None

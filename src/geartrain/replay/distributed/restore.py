@@ -21,7 +21,7 @@ from geartrain.core.json_values import object_entries, read_object, whole_entry
 from geartrain.core.keys import Keys
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, CheckpointError, FieldError, StoreMissingError
-from geartrain.store.checkpoint_format import ROW_RECORD, json_checksum, write_json
+from geartrain.store.checkpoint_format import ROW_RECORD, json_checksum, put_json
 from geartrain.store.checkpoint_reader import Checkpoint, put_blocks, restore
 from geartrain.store.store import Store
 
@@ -174,7 +174,8 @@ class SavedShard(ABC):
     def remember(self, store: Store) -> None:
         """Notes in the step that a segment was loaded from it, so that it can be adopted before its first save."""
         with suppress(OSError):  # a read-only disk: after a crash the shard is read again
-            write_json(self._note(store.id), self._origin())
+            note = self._note(store.id)
+            put_json(note, self._origin(), note.with_suffix(".new.json"))
 
     def _note(self, store_id: int) -> Path:
         return self.place / f"restored-{store_id:016x}.json"

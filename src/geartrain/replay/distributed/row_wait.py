@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from geartrain.errors import CallCancelledError, NotEnoughRowsError, WaitTimeoutError
-from geartrain.replay.distributed.draw import CommonError, TooFewRowsError
+from geartrain.replay.distributed.draw import CommonError, TooFewGroupsError, TooFewRowsError
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.sampler import StoreSampler
 
@@ -41,22 +41,36 @@ def wait_for_rows(few: TooFewRowsError, samplers: Sequence[StoreSampler], member
     sampler, rank = samplers[few.store], members.group.rank
     writers = sampler.plan.store.writers
     late = time.monotonic() >= sampler.until_s
-    mine = np.array([writers.expected, writers.failure is not None, late, sampler.is_stopped()])
+    of_groups = isinstance(few, TooFewGroupsError)
+    expected = writers.expected or (of_groups and members.leads(few.store) and sampler.awaits_late_groups())
+    mine = np.array([expected, writers.failure is not None, late, sampler.is_stopped()])
     every = members.all_gather(mine)
     failed = [other for other in np.flatnonzero(every[:, _GAVE_UP]).tolist() if other != rank]
     trouble = writers.trouble
     if failed:
         trouble += f"; the writers of rank {failed[0]} have given up, and its own error says why"
-    if not every[:, _EXPECTED].any():
-        raise CommonError(NotEnoughRowsError(f"{few.error}{trouble or _NONE_EXPECTED}"))
+    may_come = every[:, _EXPECTED].any()
+    groups = "" if may_come and not every[:, _LATE].any() else _incomplete_groups(few, sampler, members)
+    if not may_come:
+        raise CommonError(NotEnoughRowsError(f"{few.error}{groups}{trouble or _NONE_EXPECTED}"))
     if every[:, _LATE].any():
-        first = int(every[:, _LATE].argmax())
-        raise CommonError(WaitTimeoutError(f"too few rows within the timeout of rank {first}: {few.error}{trouble}"))
+        first, what = int(every[:, _LATE].argmax()), "whole groups" if of_groups else "rows"
+        raise CommonError(
+            WaitTimeoutError(f"too few {what} within the timeout of rank {first}: {few.error}{groups}{trouble}")
+        )
     if every[:, _STOPPED].any():
         first = int(every[:, _STOPPED].argmax())
         raise CommonError(CallCancelledError(f"rank {first} stopped its replay while the ranks waited for rows"))
     sampler.stage = "waiting for rows"
     time.sleep(COUNT_EVERY_S)
+
+
+def _incomplete_groups(few: TooFewRowsError, sampler: StoreSampler, members: Members) -> str:
+    """Names incomplete groups of all shards, unless the error does. Collective where groups are drawn."""
+    if sampler.traits.form != "groups" or isinstance(few, TooFewGroupsError):
+        return ""
+    mine = sampler.describe_groups() if members.leads(few.store) else ""
+    return "".join(members.group.all_gather_object(mine))
 
 
 __all__ = ["COUNT_EVERY_S", "wait_for_rows"]

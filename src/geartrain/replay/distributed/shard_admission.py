@@ -55,7 +55,8 @@ class ShardAdmission:
     def keep(self, admission: Admission, found: Sequence[int]) -> None:
         """Gives back admitted rows that the batch does not need.
 
-        `found` is the number of rows found in each store. It is lower than usual at the end of a pass.
+        `found` is the number of rows found in each store. It is lower than usual at the end of a pass, and where a late
+        group has fewer rows than others.
         """
         for number, n in enumerate(found):
             admission.keep(self._samplers[number], self._share(number, n))

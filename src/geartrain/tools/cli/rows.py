@@ -17,6 +17,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from geartrain.core.schema import Field
+from geartrain.core.shared_files import writing
 from geartrain.errors import ArgumentError
 from geartrain.replay.fetch import fetch
 from geartrain.store.handle import ROW_STATES
@@ -154,7 +155,9 @@ def print_rows(store: Store, n: int, out: Console, folder: Path | None) -> None:
                     made = picture_of(value, field)
                     assert made is not None
                     file = f"row{row['row']}-{name}.png" if field.per_row else f"row{row['row']}-{name}-{step}.png"
-                    (folder / file.replace("/", "_")).write_bytes(png(made))
+                    path = folder / file.replace("/", "_")
+                    with writing(path):
+                        path.write_bytes(png(made))
     if shown < n:
         out.print(f"{shown:,} rows are selectable" if shown else "no row is selectable")
 

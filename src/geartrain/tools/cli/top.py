@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from geartrain.core.shared_files import check_trust
+from geartrain.core.shared_files import check_trust, writing
 from geartrain.core.threads import set_by, sleep
 from geartrain.tools.cli.app import app, die, escape, out
 from geartrain.tools.cli.checks import input_file, output_file
@@ -165,7 +165,8 @@ def trace(
         if each.get("cat") == "trace":
             out.print(f"[yellow]{escape(each['name'])}[/]")
     if to is not None:
-        to.write_text(json.dumps(events) + "\n")
+        with writing(to):
+            to.write_text(json.dumps(events) + "\n")
     if to is None and len(paths) > 1:
         words = " ".join(shlex.quote(str(path)) for path in paths)
         out.print(escape(f"next, write them as one: geartrain trace {words} --out trace.json"), soft_wrap=True)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from geartrain.core.shared_files import writing
 from geartrain.tools.plan.allreduce import (
     ALGORITHMS,
     FORMULAS,
@@ -49,7 +50,8 @@ def show(
     rows = growing(network, counts)
     _print(found, best, compute_s, counts, rows)
     if json_path is not None:
-        json_path.write_text(json.dumps(_as_json(found, best, rows), indent=1) + "\n")
+        with writing(json_path):
+            json_path.write_text(json.dumps(_as_json(found, best, rows), indent=1) + "\n")
     if plot_path is not None:
         plot(found, best, plot_path)
     return found
@@ -252,5 +254,6 @@ def plot(found: AllReducePlan, best: tuple[Priced, list[Priced]] | None, path: P
     figure.suptitle(
         f"all-reduce of {bytes_text(network.nbytes)} over {_kinds(network.workers)}{round_trip}", fontsize=10
     )
-    figure.savefig(path, dpi=120)
+    with writing(path):
+        figure.savefig(path, dpi=120)
     pyplot.close(figure)

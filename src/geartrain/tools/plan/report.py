@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from geartrain.core.shared_files import writing
 from geartrain.errors import MissingDependencyError
 from geartrain.tools.plan.machine import DEFAULTS, Constants
 from geartrain.tools.plan.replay import ARMS, Checked, Cluster, Prediction, predict
@@ -88,7 +89,8 @@ def show(asked: Sequence[ClusterCase], constants: Constants, json_path: Path | N
         )
     console.print(f"constants: {constants.source}", highlight=False, markup=False, soft_wrap=True)
     if json_path is not None:
-        json_path.write_text(json.dumps({"constants": constants.as_json(), "clusters": found}, indent=1) + "\n")
+        with writing(json_path):
+            json_path.write_text(json.dumps({"constants": constants.as_json(), "clusters": found}, indent=1) + "\n")
 
 
 def show_checked(checked: Sequence[Checked]) -> bool:

@@ -173,8 +173,8 @@ def _replays(view: HostView) -> Iterator[tuple[Diagnosis, list[int]]]:
             low = limiter["samples_per_insert"] and limiter["lead"] - n < -limiter["error_buffer"]
             if store["lock_holder"] in view.stopped:
                 why, pids = f"the lock of {name} is held by a stopped process", [store["lock_holder"]]
-            elif limiter["enabled"] and (low or store["rows"] < limiter["min_size_to_sample"]):
-                why, pids = f"the rate limiter of {name} lets it draw when more rows are inserted", writers
+            elif limiter["enabled"] and (low or limiter["selectable"] < limiter["min_size_to_sample"]):
+                why, pids = f"the rate limiter of {name} lets it draw when more {limiter['unit']} are inserted", writers
             elif store["rows"] == 0:
                 why, pids = f"no row of {name} is selectable", writers
             else:

@@ -226,8 +226,8 @@ def _limiter(store: Mapping[str, Any]) -> str:
     limiter, rates = store["limiter"], store["rates"]
     if not limiter["enabled"]:
         return "off"
-    if store["rows"] < limiter["min_size_to_sample"]:
-        return f"below {limiter['min_size_to_sample']:,} rows"
+    if limiter["selectable"] < limiter["min_size_to_sample"]:
+        return f"below {limiter['min_size_to_sample']:,} {limiter['unit']}"
     waits = [f"{what} waits" for what in ("insert", "sample") if rates.get(f"{what}_wait_s", 0.0) > 0.05]
     ratio = limiter["samples_per_insert"]
     return ", ".join(waits) or (
