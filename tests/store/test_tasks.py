@@ -200,6 +200,14 @@ def test_rows_are_claimed_by_one_claimer_oldest_first(store: gt.Store) -> None:
     assert store.claim("answer", 9)["id"].tolist() == [0, 1, 2]
 
 
+def test_rows_that_outlive_others_are_still_claimed_first() -> None:
+    with grpo.new_store(capacity=3) as store:
+        keys = grpo.insert(store, range(3))
+        store.delete(keys[1])
+        grpo.insert(store, [3])  # in its place, behind row 0
+        assert store.claim("answer", 3)["id"].tolist() == [0, 2, 3]
+
+
 def test_max_items_bounds_a_claim_but_never_below_one_row(store: gt.Store) -> None:
     grpo.insert(store, [3, 4, 4, 0])  # prompts of 4, 5, 5 and 1 tokens
     assert len(store.claim("answer", max_items=9)) == 2
