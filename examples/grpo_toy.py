@@ -1,24 +1,24 @@
-"""A tiny language model learns to sort digits from rewards alone: GRPO, with groups chosen by the store.
+"""A tiny language model learns to sort digits from rewards alone: GRPO, with rows that pass through tasks.
 
     pip install "geartrain[torch,cli,plot]"
     python examples/grpo_toy.py   # three CPU minutes; downloads nothing
 
-A sampler, in a process of its own, takes the newest weights, answers each prompt several times and writes the answers
-as rows: tokens, their log-probabilities, the reward, and the version of the model that wrote them. The learner draws
-whole groups of answers to one prompt, none of them more than a few versions old, and raises the probability of those
-that are better than their group. The reward is a program: the share of digits that stand where they belong.
+A row is a prompt. A rollout process answers it several times with the newest weights, a reward loop scores the answers,
+and an advantage loop compares them with each other. Groups whose answers are all equally good are dropped. The learner
+draws the rest, oldest first, each once. The reward is a program: the share of digits that stand where they belong.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import multiprocessing
-import multiprocessing.process
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -29,16 +29,25 @@ from torch.nn import functional
 import curves
 import geartrain as gt
 from geartrain import weights
+from geartrain.errors import StoreClosedError
 
 DIGITS = 5  # of a prompt; the text is the prompt, "=", and the same digits in order
 EQUALS, WORDS, TEXT = 10, 11, 2 * DIGITS + 1
 GROUP = 8  # answers to one prompt
-MAX_STALE = 4  # versions that a row may be old when it is drawn
-FIELDS = {
-    "prompt": gt.Field((), "int64", per_row=True),  # numbers the groups
-    "text": gt.Field((), "uint8"),
-    "log_prob": gt.Field((), "float32"),  # of each token when it was written; 0 for the prompt's
-    "reward": gt.Field((), "float32", per_row=True),
+MAX_STALE = 4  # batches of prompts in the store, and so the most versions between an answer and its use
+FIELDS = {"prompt": gt.Field(("digits",), "int64")}
+TASKS = {
+    "answer": gt.Task(
+        {
+            "ids": gt.Field(("tokens",), "int64"),
+            "log_prob": gt.Field(("tokens",), "float32"),  # of each token when it was written
+            "length": gt.Field(("answers",), "int32", divides="tokens"),
+            "version": gt.Field((), "int64"),  # of the weights
+        }
+    ),
+    "reward": gt.Task({"reward": gt.Field(("answers",), "float32")}, after="answer"),
+    "advantage": gt.Task({"advantage": gt.Field(("answers",), "float32")}, after="reward"),
+    "train": gt.Task(after="advantage"),
 }
 
 
@@ -79,9 +88,9 @@ def make_prompts(n: int, rng: np.random.Generator) -> Tensor:
 
 @torch.no_grad()
 def complete(model: LanguageModel, prompts: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The whole texts and their tokens' log-probabilities, (n, TEXT) both; the likeliest tokens without a generator."""
-    text, log_probs = prompts, torch.zeros(len(prompts), TEXT)
-    for at in range(DIGITS + 1, TEXT):
+    """The whole texts (n, TEXT), log-probabilities of the answers (n, DIGITS); likeliest tokens without a generator."""
+    text, log_probs = prompts, torch.zeros(len(prompts), DIGITS)
+    for at in range(DIGITS):
         log_prob = model(text)[:, -1].log_softmax(-1)
         if generator is None:
             token = log_prob.argmax(-1, keepdim=True)
@@ -97,55 +106,78 @@ def right_places(text: Tensor) -> Tensor:
     return text[:, DIGITS + 1 :] == text[:, :DIGITS].sort(1).values
 
 
-# ---------------------------------------------------------------------------------------- the sampler's process
+# ------------------------------------------------------------------------------------------------- the tasks
 
 
-def write_answers(store_name: str, prompts_at_once: int, seed: int, timeout_s: float) -> None:
-    """Answers prompts with the newest weights until it is ended; the store's limiter makes it wait for the learner."""
+def load(store: gt.Store, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    while True:
+        store.insert({"prompt": list(make_prompts(4, rng))})  # waits for room
+
+
+def answer(store_name: str, most: int, seed: int, timeout_s: float) -> None:
+    """The rollout process: answers prompts with the newest weights until it is ended."""
     torch.set_num_threads(1)
-    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    model, number = LanguageModel(), 0
+    generator, model = torch.Generator().manual_seed(seed), LanguageModel()
     with gt.Store.open(store_name) as store, weights.Reader(store_name) as reader:
-        while True:
-            snapshot = reader.latest(timeout_s=timeout_s)
+        for claim in store.claims("answer", most):
+            snapshot, n = reader.latest(timeout_s=timeout_s), len(claim)
             model.load_state_dict(dict(snapshot))
-            prompts = make_prompts(prompts_at_once, rng).repeat_interleave(GROUP, 0)
-            text, log_probs = complete(model, prompts, generator)
-            rewards = right_places(text).float().mean(1)
-            groups = number + torch.arange(prompts_at_once).repeat_interleave(GROUP)
-            answers = {"prompt": groups, "text": text.to(torch.uint8), "log_prob": log_probs, "reward": rewards}
-            store.insert(answers, versions=[snapshot.version] * len(text))  # all of them, or none
-            number += prompts_at_once
+            prompts = claim["prompt"].view(n, -1).repeat_interleave(GROUP, 0)
+            text, log_prob = complete(model, prompts, generator)
+            ids, log_prob = (list(each.reshape(n, -1)) for each in (text[:, -DIGITS:], log_prob))
+            claim.put(ids=ids, log_prob=log_prob, length=[[DIGITS] * GROUP] * n, version=[snapshot.version] * n)
+
+
+def reward(store: gt.Store) -> None:
+    for claim in store.claims("reward", 64):
+        claim.put(reward=right_places(texts(claim)).float().mean(1))
+
+
+def advantage(store: gt.Store) -> None:
+    for claim in store.claims("advantage"):
+        reward = claim["reward"]
+        if (spread := reward.std()) > 0.01:
+            claim.put(advantage=(reward - reward.mean()) / spread)
+        else:
+            claim.drop()  # nothing to learn
+
+
+def texts(rows: gt.Claim | gt.Batch) -> Tensor:
+    """(answers, TEXT): each answer behind its prompt."""
+    return rows.joined("prompt", "ids").values.view(-1, TEXT)
+
+
+def until_closed(loop: Callable[[gt.Store], None], store: gt.Store) -> None:
+    with contextlib.suppress(StoreClosedError):
+        loop(store)
 
 
 @contextlib.contextmanager
-def sampling(store_name: str, chosen: argparse.Namespace) -> Iterator[multiprocessing.process.BaseProcess]:
-    """The process that does it, for as long as the block runs."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=write_answers,
-        args=(store_name, chosen.prompts // 2, chosen.seed + 1, chosen.timeout_s),
-        daemon=True,
-    )
-    process.start()
+def working(store: gt.Store, chosen: argparse.Namespace) -> Iterator[None]:
+    """All of them for as long as the block runs: rollouts in a process, the short loops in threads."""
+    for loop in (functools.partial(load, seed=chosen.seed + 2), reward, advantage):
+        threading.Thread(target=until_closed, args=(loop, store), daemon=True).start()
+    arguments = (store.name, chosen.prompts // 2, chosen.seed + 1, chosen.timeout_s)
+    rollouts = multiprocessing.get_context("spawn").Process(target=answer, args=arguments, daemon=True)
+    rollouts.start()
     try:
-        yield process
+        yield
     finally:
-        process.terminate()
-        process.join()
+        rollouts.terminate()
+        rollouts.join()
 
 
 # ------------------------------------------------------------------------------------------------ the learner
 
 
-def loss_of(model: LanguageModel, batch: gt.Batch, clip: float = 0.2) -> tuple[Tensor, Tensor]:
-    """GRPO's loss, and how far the model has moved from the one that wrote the rows (share of clipped tokens)."""
-    reward = batch["reward"].reshape(-1, GROUP)  # members of a group stand side by side
-    advantage = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)).reshape(-1, 1)
-    text = batch["text"].long()
+def loss_of(
+    model: LanguageModel, text: Tensor, log_prob: Tensor, advantage: Tensor, clip: float = 0.2
+) -> tuple[Tensor, Tensor]:
+    """GRPO's loss, and how far the model has moved from the one that wrote the answers (share of clipped tokens)."""
     logits = model(text[:, :-1])[:, DIGITS:]
-    log_prob = logits.log_softmax(-1).gather(2, text[:, DIGITS + 1 :, None])[..., 0]
-    ratio = (log_prob - batch["log_prob"][:, DIGITS + 1 :]).exp()
-    kept = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+    ratio = (logits.log_softmax(-1).gather(2, text[:, DIGITS + 1 :, None])[..., 0] - log_prob).exp()
+    kept = torch.minimum(ratio * advantage[:, None], ratio.clamp(1 - clip, 1 + clip) * advantage[:, None])
     return -kept.mean(), ((ratio - 1).abs() > clip).float().mean()
 
 
@@ -158,31 +190,23 @@ def learn(
     questions = make_prompts(500, np.random.default_rng([chosen.seed, 1]))
     version, stale, clipped = 1, np.zeros(MAX_STALE + 1), 0.0
 
-    rows = chosen.prompts * GROUP  # of a batch
-    store.limiter.set(
-        samples_per_insert=chosen.samples_per_row,
-        min_size_to_sample=2 * rows,
-        error_buffer=rows * max(1.0, chosen.samples_per_row),
-    )
-    selection = gt.selection.GroupSampling(
-        "prompt", GROUP, seed=chosen.seed, limits=gt.selection.Limits(min_version=lambda: version - MAX_STALE)
-    )
     with (
         weights.Publisher(store.name) as publisher,
         curves.bars(screen) as bars,
-        sampling(store.name, chosen) as sampler,
-        # prefetch=0: what is drawn is drawn now, so that no row is older than the limit when it is trained on.
-        gt.Replay(store, selection, rows, prefetch=0, num_batches=chosen.steps, timeout_s=chosen.timeout_s) as replay,
+        store.expect_writers(),
+        working(store, chosen),
+        # prefetch=0: what is drawn is drawn now, so that no answer is older than need be.
+        gt.Replay(store, gt.selection.Fifo(), chosen.prompts, prefetch=0, timeout_s=chosen.timeout_s) as replay,
     ):
         publisher.publish(version, model.state_dict())
-        bar = bars.add_task("the sampler starts", total=chosen.steps)
+        bar = bars.add_task("rollouts start", total=chosen.steps)
         began_s = None
-        for step, batch in enumerate(replay, start=1):
+        for step, batch in zip(range(1, chosen.steps + 1), replay, strict=False):
             began_s = began_s or time.perf_counter()
-            stale += np.bincount(version - batch.version.numpy(), minlength=MAX_STALE + 1)
+            stale += np.bincount(version - batch["version"].numpy(), minlength=MAX_STALE + 1)
             for group in optimizer.param_groups:
                 group["lr"] = chosen.rate * min(1.0, step / 20) * (1.02 - step / chosen.steps)
-            loss, moved = loss_of(model, batch)
+            loss, moved = loss_of(model, texts(batch), batch["log_prob"].view(-1, DIGITS), batch["advantage"])
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -197,13 +221,12 @@ def learn(
                 words = f"reward {batch['reward'].mean():.2f}, sorted {100 * solved:.1f} %"
                 bars.update(bar, description=words)
                 bars.console.print(f"step {step:>5}: {words}")
-                if not sampler.is_alive():
-                    raise SystemExit("the sampler died; its traceback is above")
         train_s, waited = time.perf_counter() - began_s, replay.stats()["wait_share"]
     return {
         "solved": solved,
         "steps": step,
-        "answers": store.stats()["inserted"],
+        "answers": GROUP * store.task_stats()["answer"]["done"],
+        "dropped_share": store.stats()["dropped"] / store.stats()["inserted"],
         "mean_staleness": float((stale * np.arange(len(stale))).sum() / stale.sum()),
         "greatest_staleness": int(np.flatnonzero(stale).max()),
         "clipped_share": clipped / step,
@@ -217,7 +240,6 @@ def main(arguments: list[str] | None = None) -> int:
     text.add_argument("--steps", type=int, help="of the learner, a version of the weights each (800)")
     text.add_argument("--prompts", type=int, default=32, help=f"of a batch, with {GROUP} answers each (32)")
     text.add_argument("--rate", type=float, default=1e-3, help="learning rate at its peak (1e-3)")
-    text.add_argument("--samples-per-row", type=float, default=1.0, help="how often an answer is trained on (1)")
     text.add_argument("--evaluate-every", type=int, default=50, help="steps (50)")
     text.add_argument("--timeout-s", type=float, default=300.0, help="how long to wait for answers or weights (300)")
     chosen = text.parse_args(arguments)
@@ -227,7 +249,8 @@ def main(arguments: list[str] | None = None) -> int:
     curves.prepare()
     screen = console.Console()
     curve = curves.Curve("GRPO: sorting five digits", "learner steps", "share of prompts sorted", chosen, promise=0.95)
-    with gt.Store.create(f"grpo-{os.getpid()}", FIELDS, max_length=TEXT, capacity=16 * chosen.prompts * GROUP) as store:
+    name, rows = f"grpo-{os.getpid()}", MAX_STALE * chosen.prompts
+    with gt.Store.create(name, FIELDS, tasks=TASKS, capacity=rows, span_bytes=4096 * rows) as store:
         result = learn(chosen, store, curve, screen)
     finished = curve.finish(**result)["result"]
     screen.print(", ".join(f"{name} {value:,.3g}" for name, value in finished.items()))

@@ -311,14 +311,15 @@ class RowWriter {
 
   // Until the slice passes; whether all rows are through.
   bool run(Deadline slice) {
-    for (;;) {
+    for (bool late = false;;) {
       const uint32_t seen = tasks_.table().space_changes.load(std::memory_order_acquire);
       write_some();
       if (at_ == rows_.size()) return true;
       switch (tasks_.make_room(task_, rows_[at_])) {
         case Tasks::Room::made:
-          if (slice.passed()) return false;
-          continue;
+          if (late) return false;  // others took it
+          late = slice.passed();
+          continue;  // what others gave up for it is not left unused
         case Tasks::Room::given_up:
           rows_[at_++].skipped = true;
           continue;

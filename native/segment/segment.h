@@ -384,6 +384,7 @@ struct TaskTable {
   std::atomic<uint32_t> space_waiting;  // threads asleep
   std::atomic<uint32_t> waiter_count;   // of `waiters`, those that wait
   uint32_t next_row;                    // where the search for a free row begins: rows are taken in a ring
+  std::atomic<uint64_t> passed_before;  // the ring has passed over rows of lower sequences, which are the oldest ones
   std::atomic<uint64_t> under_way;      // rows
   std::atomic<uint64_t> dropped, given_up, set_back, revoked;  // rows, events
   uint32_t claims[kMaxClients];                                // of each client: rows claimed, and spans it is filling

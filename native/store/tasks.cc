@@ -385,6 +385,7 @@ void Tasks::take_rows(std::span<uint32_t> rows) {
       if (bits != 0) found = at * 64 + static_cast<uint64_t>(std::countr_zero(bits));
     }
     if (found >= capacity) store_.fail_damaged("fewer rows are free than the count says:", c.free_count);
+    passed_over(from, found);
     taken = static_cast<uint32_t>(found);
     RowStatus& s = store_.status()[taken];
     if (s.state != RowState::free) store_.fail_damaged("the free rows lead to row", taken);
@@ -395,6 +396,16 @@ void Tasks::take_rows(std::span<uint32_t> rows) {
     from = (found + 1) % capacity;
   }
   table_->next_row = static_cast<uint32_t>(from);
+}
+
+// The ring goes on behind rows that are not free. They are the oldest ones then, and their place does not tell it.
+void Tasks::passed_over(uint64_t first, uint64_t last) {
+  for (uint64_t row = first; row != last; row = row + 1 == store_.header().capacity ? 0 : row + 1) {
+    const RowState state = store_.status()[row].state;
+    if (state != RowState::under_way && state != RowState::committed) continue;
+    const uint64_t before = sequence(static_cast<uint32_t>(row)) + 1;
+    if (before > table_->passed_before.load(kRelaxed)) table_->passed_before.store(before, kRelaxed);
+  }
 }
 
 std::string Tasks::occupancy() {
@@ -435,41 +446,52 @@ std::vector<ClaimedRow> Tasks::claim(uint32_t task, const Asked& asked) {
     const uint64_t from = table_->next_row % capacity;
     size_t here = 0;
     more = false;
-    for (uint64_t i = 0; i <= due_stride_ && !more; ++i) {
+    // Whether the search goes on behind a row.
+    const auto take = [&](uint32_t row) {
+      if (claimed.size() == asked.most) return false;
+      if (here == kRowsAHold) {
+        more = true;
+        return false;
+      }
+      if (asked.max_items != 0) {
+        AxisLengths lengths;
+        locked_lengths(row, &lengths);
+        const uint64_t its = lengths[asked.axis - 1];
+        if (!claimed.empty() && items + its > asked.max_items) return false;
+        items += its;
+      }
+      TaskWord word = this->word(row, task);
+      if (word.state != TaskState::not_done) store_.fail_damaged("a task is due that is not open, of row", row);
+      clear_due(task, row);
+      word.state = TaskState::claimed;
+      word.slot = static_cast<uint8_t>(slot);
+      word.claim = static_cast<uint16_t>((word.claim + 1) % kClaimNumbers);
+      // Counted first: a claim that is not counted would not be looked for after this process's death.
+      ++table_->claims[slot];
+      set_word(row, task, word);
+      figures(task).claimed.fetch_add(1, kRelaxed);
+      claimed.push_back({row, generation_of(store_.words()[row].load(kRelaxed)) | 1, word.claim});
+      ++here;
+      return true;
+    };
+    bool on = true;
+    uint64_t walked = 0;
+    const uint64_t passed = table_->passed_before.load(kRelaxed);
+    for (uint32_t row = store_.control().order_head; on && row != kNoRow && sequence(row) < passed;
+         row = store_.status()[row].next) {
+      if (walked++ == capacity) store_.fail_damaged("the order list is a circle through row", row);
+      if (due_bit(task, row)) on = take(row);
+    }
+    for (uint64_t i = 0; i <= due_stride_ && on; ++i) {
       const uint64_t at = (from / 64 + i) % due_stride_;
       uint64_t bits = due_words(task)[at].load(kRelaxed);
       const uint64_t behind = ~uint64_t{0} << (from % 64);
       if (i == 0) bits &= behind;
       if (i == due_stride_) bits &= ~behind;
-      for (; bits != 0; bits &= bits - 1) {
+      for (; bits != 0 && on; bits &= bits - 1) {
         const uint64_t row = at * 64 + static_cast<uint64_t>(std::countr_zero(bits));
         if (row >= capacity) store_.fail_damaged("the due rows lead to row", row);
-        if (claimed.size() == asked.most) return claimed;
-        if (here == kRowsAHold) {
-          more = true;
-          break;
-        }
-        if (asked.max_items != 0) {
-          AxisLengths lengths;
-          locked_lengths(static_cast<uint32_t>(row), &lengths);
-          const uint64_t its = lengths[asked.axis - 1];
-          if (!claimed.empty() && items + its > asked.max_items) return claimed;
-          items += its;
-        }
-        const auto number = static_cast<uint32_t>(row);
-        TaskWord word = this->word(number, task);
-        if (word.state != TaskState::not_done) store_.fail_damaged("a task is due that is not open, of row", row);
-        clear_due(task, number);
-        word.state = TaskState::claimed;
-        word.slot = static_cast<uint8_t>(slot);
-        word.claim = static_cast<uint16_t>((word.claim + 1) % kClaimNumbers);
-        // Counted first: a claim that is not counted would not be looked for after this process's death.
-        ++table_->claims[slot];
-        set_word(number, task, word);
-        figures(task).claimed.fetch_add(1, kRelaxed);
-        const uint32_t generation = generation_of(store_.words()[row].load(kRelaxed)) | 1;
-        claimed.push_back({number, generation, word.claim});
-        ++here;
+        on = take(static_cast<uint32_t>(row));
       }
     }
   }

@@ -226,6 +226,7 @@ class Tasks {
   bool has_task_spans(uint32_t row) const;
   bool takes_all_room(uint32_t row) const;
   void drop_row(uint32_t row, Woken& woken);
+  void passed_over(uint64_t first, uint64_t last);
   bool holds_claim(uint32_t task, const ClaimedRow& row) const;
   const SpaceWaiter* oldest_waiter() const;
   bool waits(const SpaceWaiter& waiter) const;

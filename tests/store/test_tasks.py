@@ -144,6 +144,17 @@ def test_an_insert_waits_for_a_row_and_says_what_fills_the_store() -> None:
         assert store.stats()["dropped"] == 1
 
 
+def test_a_put_that_has_no_time_writes_where_a_newer_row_was_set_back_for_it() -> None:
+    with simple(span_bytes=1 << 12) as store:
+        store.insert({"x": [1, 2]})
+        older = store.claim("work")
+        older_key = older.keys
+        next(iter(newer := store.claim("work"))).append(y=np.zeros(500, np.float32))
+        newer.release()
+        assert len(older.put(y=[np.zeros(700, np.float32)], timeout_s=0)) == 0
+        assert store.keys() == older_key and store.stats()["set_back"] == 1
+
+
 def test_an_insert_larger_than_all_spans_is_refused_at_once(store: gt.Store) -> None:
     with pytest.raises(NoSpaceError, match="larger span_bytes"):
         store.insert({"prompt": [np.zeros(1 << 20, np.int32)], "id": [1]})
@@ -187,6 +198,14 @@ def test_rows_are_claimed_by_one_claimer_oldest_first(store: gt.Store) -> None:
     assert not store.claim("answer") and len(store.claim("answer")) == 0
     one.release()
     assert store.claim("answer", 9)["id"].tolist() == [0, 1, 2]
+
+
+def test_rows_that_outlive_others_are_still_claimed_first() -> None:
+    with grpo.new_store(capacity=3) as store:
+        keys = grpo.insert(store, range(3))
+        store.delete(keys[1])
+        grpo.insert(store, [3])  # in its place, behind row 0
+        assert store.claim("answer", 3)["id"].tolist() == [0, 2, 3]
 
 
 def test_max_items_bounds_a_claim_but_never_below_one_row(store: gt.Store) -> None:

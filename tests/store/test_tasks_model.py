@@ -110,7 +110,7 @@ class Row:
         return insert + sum(word.units(task) for task, word in self.words.items())
 
 
-@dataclass
+@dataclass(eq=False)
 class Held:
     """A claim, and the rows that it was made of."""
 
@@ -151,7 +151,7 @@ class TasksModel(RuleBasedStateMachine):
         self.held: list[Held] = []
         self.ids, self.claims = itertools.count(), itertools.count(1)
         self.figures = {task: dict.fromkeys(("done", "released", "deaths", "set_back"), 0) for task in TASKS}
-        self.counts = dict.fromkeys(("dropped", "given_up", "set_back", "inserted", "deleted"), 0)
+        self.counts = dict.fromkeys(("dropped", "deleted", "given_up", "set_back", "inserted"), 0)
         self.finished = False
         for _ in range(min(rows, capacity)):
             self.insert_rows(self.stores[0], [next(self.ids) % 5], True)
@@ -230,10 +230,17 @@ class TasksModel(RuleBasedStateMachine):
             for row in rows[:number]:
                 self.set_back(row)
 
+    def lacks_room(self, needed: int) -> bool:
+        """Whether a span may be without room: free blocks, of which there is one more than spans at most, are small."""
+        spans = 1
+        for row in self.rows.values():
+            spans += 1 + sum(max(len(word.parts), word.state == "done") for word in row.words.values())
+        return self.space_bytes() < UNIT * spans * (needed * 33 // 32)
+
     @contextmanager
-    def room_for(self, held: Held, which: list[int]) -> Iterator[list[int]]:
-        """A write of rows of a claim. The model's rows are those of `which` in what it gives that were written."""
-        valid = [i for i in which if self.holds(held, i)]
+    def room_for(self, held: Held, needs: dict[int, int]) -> Iterator[list[int]]:
+        """A write of rows of a claim that need so many units. Gives a list of the rows that were written, after it."""
+        valid = [i for i in needs if self.holds(held, i)]
         wrote: list[int] = []
         first = held.keys[valid[0]] if valid else None
         try:
@@ -247,6 +254,8 @@ class TasksModel(RuleBasedStateMachine):
             wrote += [i for i in valid if not owned[i]]
             assert wrote == valid[: len(wrote)] and len(wrote) < len(valid)
             stuck = valid[len(wrote)]
+            taken = sum(needs[i] for i in wrote)  # of what is not in the model yet
+            assert self.lacks_room(needs[stuck] + taken), "there was room, or it was made in vain"
             assert self.may_be_set_back(held.keys[stuck]) == [], "rows that could make room were not set back"
             if isinstance(error, NoSpaceError):
                 busy = sum(word.state == "claimed" for row in self.rows.values() for word in row.words.values())
@@ -288,17 +297,13 @@ class TasksModel(RuleBasedStateMachine):
             lengths = prompts
         free = self.capacity - len(self.rows)
         rows = [Row((0, 0), values) for values in new]
-        needed, spans = [row.units() for row in rows], 1
-        for row in self.rows.values():
-            spans += 1 + sum(max(len(word.parts), word.state == "done") for word in row.words.values())
+        needed = [row.units() for row in rows]
         try:
             keys = store.insert(fields, lengths=lengths, timeout_s=0)
         except NoSpaceError:
             assert UNIT * sum(needed) >= self.region
         except WaitTimeoutError:
-            # Where rows are free, the free blocks, of which there is one more than spans at most, are too small.
-            most = (spans + len(needed)) * max(needed) * 33 // 32
-            assert free < len(new) or self.space_bytes() < UNIT * (most + sum(needed))
+            assert free < len(new) or self.lacks_room(sum(needed))
         else:
             assert free >= len(new)
             self.counts["inserted"] += len(new)
@@ -307,11 +312,20 @@ class TasksModel(RuleBasedStateMachine):
                 row.key = index, generation
                 self.rows[row.key] = row
 
+    def a_due_task(self, data: st.DataObject) -> str:
+        due = [task for task in WORK if any(row.due(task) for row in self.rows.values())]
+        return data.draw(st.sampled_from(due or WORK))
+
     @precondition(lambda self: self.rows)
-    @rule(
-        data=st.data(), task=st.sampled_from(WORK), most=st.integers(1, 4), limit=st.sampled_from([None, None, 1, 30])
-    )
-    def claim(self, data: st.DataObject, task: str, most: int, limit: int | None) -> None:
+    @rule(data=st.data(), most=st.integers(1, 4), limit=st.sampled_from([None, None, 1, 30]))
+    def claim(self, data: st.DataObject, most: int, limit: int | None) -> None:
+        held = self.claim_rows(data, self.a_due_task(data), most, limit)
+        if held is not None:
+            self.held.append(held)
+        if len(self.held) > 3:
+            self.forget(self.held[0])
+
+    def claim_rows(self, data: st.DataObject, task: str, most: int, limit: int | None) -> Held | None:
         of = data.draw(st.sampled_from(["prompt", "tokens", "answers"] if READS[task] else ["prompt"]))
         expected: list[Row] = []
         items = 0
@@ -330,15 +344,15 @@ class TasksModel(RuleBasedStateMachine):
         assert found == [row.key for row in expected]
         assert bool(claim) == bool(expected)
         if not found:
-            return
+            return None
         axes = ["prompt", *(["tokens", "answers"] if READS[task] else [])]
         lengths = {axis: [row.known_length(axis) for row in expected] for axis in axes}
         held = Held(next(self.claims), task, claim, found, handle, lengths)
         for row in expected:
             row.words[task].state, row.words[task].holder = "claimed", held.number
-        self.held.append(held)
         for axis in axes:
             assert listed(claim.lengths(axis)) == lengths[axis]
+        return held
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -389,7 +403,7 @@ class TasksModel(RuleBasedStateMachine):
             with pytest.raises(StaleClaimError, match="not claimed"):
                 row.append(**given, timeout_s=0)
             return
-        with self.room_for(held, [i]) as wrote:
+        with self.room_for(held, {i: units(values.nbytes)}) as wrote:
             row.append(**given, timeout_s=0)
         if wrote:
             word = self.rows[held.keys[i]].words[held.task]
@@ -449,6 +463,19 @@ class TasksModel(RuleBasedStateMachine):
     def put_a_claim(self, data: st.DataObject, flat: bool) -> None:
         held = self.a_claim(data)
         assert held is not None
+        self.put_all(data, held, flat)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), most=st.integers(1, 4), times=st.integers(1, 4))
+    def work(self, data: st.DataObject, most: int, times: int) -> None:
+        """A claimer that puts at once what it claims."""
+        for _ in range(times):
+            held = self.claim_rows(data, self.a_due_task(data), most, None)
+            if held is not None:
+                self.put_all(data, held, True)
+                self.forget(held)
+
+    def put_all(self, data: st.DataObject, held: Held, flat: bool) -> None:
         n = len(held.keys)
         each = [
             self.new_values(data, held.task, self.rows[held.keys[i]])
@@ -461,7 +488,7 @@ class TasksModel(RuleBasedStateMachine):
             given["reward"] = np.concatenate(given["reward"])
         skipped: gt.Keys | None = None
         lost = [held.keys[i] for i in range(n) if not self.holds(held, i)]
-        with self.room_for(held, list(range(n))) as wrote:
+        with self.room_for(held, {i: Word("done", values=each[i]).units(held.task) for i in range(n)}) as wrote:
             skipped = held.claim.put(**given, timeout_s=0)
             held.ended = True
         if skipped is not None:
@@ -481,7 +508,7 @@ class TasksModel(RuleBasedStateMachine):
                 row.put(self.values_for_gone(held, i), timeout_s=0)
             return
         values = self.new_values(data, held.task, self.rows[held.keys[i]])
-        with self.room_for(held, [i]) as wrote:
+        with self.room_for(held, {i: Word("done", values=values).units(held.task)}) as wrote:
             row.put(values, timeout_s=0)
         for _ in wrote:
             self.done(self.rows[held.keys[i]], held.task, values)
@@ -517,7 +544,7 @@ class TasksModel(RuleBasedStateMachine):
             values = {"ids": merged, "length": length, "why": given["why"], "by": 3}
         else:
             values = {"steps": merged}
-        with self.room_for(held, [i]) as wrote:
+        with self.room_for(held, {i: Word("done", values=values).units(held.task)}) as wrote:
             row.put(given, timeout_s=0)
         for _ in wrote:
             self.done(self.rows[held.keys[i]], held.task, values)
@@ -543,16 +570,13 @@ class TasksModel(RuleBasedStateMachine):
             else:
                 self.release_one(self.rows[held.keys[i]], held.task)
 
-    @precondition(lambda self: len(self.held) > 4)
-    @rule(data=st.data())
-    def forget_a_claim(self, data: st.DataObject) -> None:
-        held = self.a_claim(data)
-        assert held is not None
+    def forget(self, held: Held) -> None:
         held.claim.release()
-        for i in range(len(held.keys)):
+        for i in range(0 if held.ended else len(held.keys)):
             if self.holds(held, i):
                 self.release_one(self.rows[held.keys[i]], held.task)
-        self.held.remove(held)
+        if held in self.held:
+            self.held.remove(held)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -562,7 +586,7 @@ class TasksModel(RuleBasedStateMachine):
         assert self.a_store(data).delete(keys_of(keys)) == len(keys) - len(there)
         for key in there:
             self.remove(key)
-            self.counts["deleted"] += 1
+        self.counts["deleted"] += len(there)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -722,7 +746,7 @@ class TasksModel(RuleBasedStateMachine):
         assert stats["committed"] == len(store) == len(self.rows) - under_way
         assert stats["free"] == self.capacity - len(self.rows)
         assert {name: stats[name] for name in self.counts} == self.counts
-        assert stats["revoked"] == 0 and stats["free_span_bytes"] == self.space_bytes()
+        assert (stats["revoked"], stats["free_span_bytes"]) == (0, self.space_bytes())
         expected = {}
         for task, figures in self.figures.items():
             if task == "train":
