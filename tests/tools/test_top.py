@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import deadlines
+import grpo
 import numpy as np
 import preloaded
 import pytest
@@ -39,6 +40,9 @@ from geartrain.rpc.probe import ABOUT
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from typer.testing import CliRunner
+
+from geartrain.tools.cli.app import app
 from geartrain.tools.watch.causes import find_causes
 from geartrain.tools.watch.rates import add_rates
 from geartrain.tools.watch.screen import Screen, plain_lines
@@ -589,3 +593,23 @@ def test_in_a_terminal_it_draws_obeys_keys_fits_and_leaves_it_as_it_was(host: Pa
         assert last.rfind(b"\x1b[?1049l") > last.rfind(b"\x1b[?1049h"), "the other screen is gone"
         assert last.rfind(b"\x1b[?25h") > last.rfind(b"\x1b[?25l"), "the cursor is back"
         assert termios.tcgetattr(master)[3] & termios.ECHO and before[3] & termios.ECHO
+
+
+def test_tasks_of_a_store_are_shown_with_who_holds_the_oldest_claim(store_name: Callable[[], str]) -> None:
+    with grpo.new_store(store_name()) as store:
+        grpo.insert(store, range(3))
+        claim = store.claim("answer", 2, output="numpy")
+        store.delete(claim.keys[1])
+        snapshot = add_rates(None, take_snapshot())
+        values = values_of(snapshot)
+        assert values["geartrain_task_due"][store.name, "answer"] == 1
+        assert values["geartrain_task_claimed"][store.name, "answer"] == 1
+        assert values["geartrain_store_under_way"][store.name,] == 2
+        tasks = next(each for each in sections_of([snapshot]) if each.title == "tasks")
+        line = next(each for each in tasks.lines if each.values[:2] == [store.name, "answer"])
+        assert f"process {os.getpid()}, 0 s old" in line.values
+        shown = CliRunner().invoke(app, ["inspect", store.name]).output
+        assert "answer" in shown and str(os.getpid()) in shown
+        about = json.loads(CliRunner().invoke(app, ["inspect", store.name, "--json"]).output)
+        assert about["tasks"]["answer"]["figures"]["claimed"] == 1 and about["axes"] == ["prompt", "tokens", "answers"]
+        assert about["tasks"]["answer"]["oldest_pid"] == os.getpid()
