@@ -1082,25 +1082,19 @@ void Tasks::reap_claims() {
 
 // Rows are between two counts for a moment, which only the lock's holder does not see.
 bool Tasks::is_over(uint32_t task) const {
-  const auto over = [&] {
-    return table_->finished.load(std::memory_order_acquire) != 0 && figures(task).remaining.load(kRelaxed) == 0 &&
-           store_.control().writing_count == 0;
-  };
-  if (!over()) return false;
+  const auto none_left = [&] { return figures(task).remaining.load(kRelaxed) == 0; };
+  if (table_->finished.load(std::memory_order_acquire) == 0 || !none_left()) return false;
   const Store::Guard guard(store_);
-  return over();
+  return none_left() && store_.control().writing_count == 0;
 }
 
 bool Tasks::ends_below(uint64_t rows) {
-  const auto ends = [&] {
-    const Control& c = store_.control();
-    if (table_->finished.load(std::memory_order_acquire) == 0 || c.writing_count != 0) return false;
-    return (count_ == 0 ? store_.committed_count() : figures(last()).remaining.load(kRelaxed) - c.exhausted_count) <
-           rows;
-  };
-  if (!ends()) return false;
+  if (table_->finished.load(std::memory_order_acquire) == 0) return false;
   const Store::Guard guard(store_);
-  return ends();
+  const Control& c = store_.control();
+  const uint64_t left =
+      count_ == 0 ? store_.committed_count() : figures(last()).remaining.load(kRelaxed) - c.exhausted_count;
+  return c.writing_count == 0 && left < rows;
 }
 
 void Tasks::end_inserts() {
@@ -1285,6 +1279,7 @@ void Tasks::audit(const std::function<void(const std::string&)>& wrong) const {
   for (uint32_t row = 0; row < store_.header().capacity; ++row) {
     const RowState state = store_.status()[row].state;
     way += state == RowState::under_way;
+    if (count_ != 0 && (state == RowState::committed || state == RowState::exhausted)) ++remaining[last()];
     if (due_bit(0, row) != (state == RowState::free)) wrong(message_of({"row ", row, " has a wrong bit of free rows"}));
     for (uint32_t task = 0; task <= count_; ++task) {
       const TaskWord its = word(row, task);
@@ -1305,7 +1300,6 @@ void Tasks::audit(const std::function<void(const std::string&)>& wrong) const {
       due[task] += ready;
       if (due_bit(task, row) != ready) wrong(message_of({"row ", row, " is wrongly due, or not, for task ", task}));
       if (state == RowState::under_way && its.state != TaskState::done) ++remaining[task];
-      if ((state == RowState::committed || state == RowState::exhausted) && task == last()) ++remaining[task];
       if (state == RowState::under_way && task == last() && is_ready(row, task)) {
         wrong(message_of({"row ", row, " is finished and not committed"}));
       }

@@ -109,6 +109,7 @@ def test_cold_rows_are_read_beside_a_copy_of_as_many_bytes() -> None:
     memory.gather_of_size(run, 1_200)
     rows = {(row.case, row.system): row for row in run.result.rows}
     assert {case for case, _ in rows} == {"2 to 40 tokens, mean 10, rows of 4", "1.2 KB a field and row"}
+    assert {system for _, system in rows} == {"floor", "geartrain", "a memcpy a row, in C"}
     assert all(row.metric == memory.GATHER and row.p50 > 0 for row in rows.values())
 
 

@@ -324,7 +324,12 @@ void use(Store& store) {
   attempt([&] { store.reap(); });
   // Whatever was in it, a rebuild makes a store of it.
   store.rebuild();
-  if (!store.audit().empty() || store.counts().free > capacity) std::abort();
+  bool fine = store.counts().free <= capacity;
+  for (const std::string& problem : store.audit()) {
+    std::fprintf(stderr, "%s\n", problem.c_str());
+    fine = false;
+  }
+  if (!fine) std::abort();
 }
 
 }  // namespace

@@ -27,9 +27,11 @@ tokens to their answers in turn, and are put when all answers are whole. The old
 a put finds no room. A region has 2,048 rows of mean length, and at most 2 GB, of growing
 rows 256 MB.
 
+The floor of a cold gather is one copy of as many bytes from one place of shared memory. "A memcpy a row" copies pieces
+of a row's mean size from random places of it, in C.
+
 Threats to validity: the wake and the example depend on who else uses the cores. TransferQueue's one client has no
-competitor in `get_meta`, which favours it. Its later field overwrites the one of the lap before. The floor of a cold
-gather reads private memory, which may lie in huge pages where the store's does not.
+competitor in `get_meta`, which favours it. Its later field overwrites the one of the lap before.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import geartrain._native as _native
 import geartrain_bench.harness.timing as harness
 from geartrain.core.keys import Keys
 from geartrain.core.schema import Field
@@ -206,26 +207,28 @@ def _gather(run: Run, case: str, store: Store, keys: Keys, row_bytes: float) -> 
     names = [name for name in store.fields if name != "length"]
     batch = max(1, int(run.plan.read_bytes / row_bytes))
     plan = run.plan
-    # As a floor's source, memory that nobody else writes; its copy is warm, as recycled batches are.
-    source = np.ones(plan.gather_bytes, np.uint8)
     copy = np.ones(2 * run.plan.read_bytes, np.uint8)
     read: list[int] = []
+
+    def one(which: Keys) -> int:  # the batch's memory is free again at its end
+        found = fetch(store, which, output="numpy", threads=1)
+        return sum(found[name].nbytes for name in names)
 
     def lap() -> Lap:
         which = [keys[run.random.integers(0, len(keys), batch)] for _ in range(plan.calls)]
 
         def body() -> None:
             for each in which:
-                found = fetch(store, each, output="numpy", threads=1)
-                read.append(sum(found[name].nbytes for name in names))
+                read.append(one(each))
 
         return harness.lap(plan.calls, body)
 
     lap()
     size = int(np.mean(read))
+    blocks = plan.gather_bytes >> 20
 
     def floor_lap() -> Lap:
-        begins = run.random.integers(0, len(source) - size, plan.calls).tolist()
+        begins = run.random.integers(0, (blocks << 20) - size, plan.calls).tolist()
 
         def body() -> None:
             for begin in begins:
@@ -233,12 +236,33 @@ def _gather(run: Run, case: str, store: Store, keys: Keys, row_bytes: float) -> 
 
         return harness.lap(plan.calls, body)
 
-    systems = [System("floor", floor_lap, floor=True), System("geartrain", lap)]
-    laps = harness.take_turns(systems, repeats=plan.repeats, budget_s=plan.case_s)
+    piece = int(row_bytes) // 64 * 64
+
+    def pieces_lap() -> Lap:
+        places = [run.random.integers(0, ((blocks << 20) - piece) // 64, batch, np.uint32) for _ in range(plan.calls)]
+
+        def body() -> None:
+            for each in places:
+                _native.gather_floor(source, copy[: batch * piece], each, piece, 64, False)
+
+        return harness.lap(plan.calls, body)
+
+    systems = [
+        System("floor", floor_lap, floor=True),
+        System("geartrain", lap),
+        System("a memcpy a row, in C", pieces_lap),
+    ]
+    # The floor's source is shared memory as well.
+    with Store.create(run.store_name(), {"x": Field((1 << 20,), "uint8")}, max_length=1, capacity=blocks) as other:
+        source = other.column("x").reshape(-1)
+        source[:] = 1
+        laps = harness.take_turns(systems, repeats=plan.repeats, budget_s=plan.case_s)
     cpu_s = {name: [one.cpu_seconds for one in each] for name, each in laps.items()}
     floor_s = harness.quantiles(cpu_s["floor"])[0]
     for name, each in cpu_s.items():
-        run.result.rows.append(harness.rate_row(case, name, GATHER, "GB/s", each, size / 1e9, floor_s))
+        copied = batch * piece if name == "a memcpy a row, in C" else size
+        row = harness.rate_row(case, name, GATHER, "GB/s", each, copied / 1e9, floor_s * copied / size)
+        run.result.rows.append(row)
 
 
 __all__ = ["GATHER", "MEMORY", "TAIL", "USUAL", "gather", "gather_of_size", "growing_memory", "memory"]

@@ -114,7 +114,7 @@ _PANELS = {
     "memory over payload when full (1 is the floor)": MEMORY,
     "cold gather, share of memcpy by CPU time": GATHER,
 }
-_COLORS = {"floor": "#888888", OURS: "#0b5fa5", PEER: "#d1495b", PADDED: "#e09f3e"}
+_COLORS = {"floor": "#888888", OURS: "#0b5fa5", PEER: "#d1495b", PADDED: "#e09f3e", "a memcpy a row, in C": "#888888"}
 
 
 def plot(result: BenchResult, path: Path) -> None:
