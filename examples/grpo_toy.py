@@ -237,13 +237,13 @@ def learn(
 
 def main(arguments: list[str] | None = None) -> int:
     text = curves.options(__doc__)
-    text.add_argument("--steps", type=int, help="of the learner, a version of the weights each (800)")
+    text.add_argument("--steps", type=int, help="of the learner, a version of the weights each (400)")
     text.add_argument("--prompts", type=int, default=32, help=f"of a batch, with {GROUP} answers each (32)")
     text.add_argument("--rate", type=float, default=1e-3, help="learning rate at its peak (1e-3)")
     text.add_argument("--evaluate-every", type=int, default=50, help="steps (50)")
     text.add_argument("--timeout-s", type=float, default=300.0, help="how long to wait for answers or weights (300)")
     chosen = text.parse_args(arguments)
-    chosen.steps = chosen.steps or (6 if chosen.tiny else 800)
+    chosen.steps = chosen.steps or (6 if chosen.tiny else 400)
     if chosen.tiny:
         chosen.prompts = 4
     curves.prepare()
