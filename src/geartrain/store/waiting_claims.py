@@ -7,16 +7,18 @@ task after the other every few milliseconds.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import geartrain._native as _native
+
+if TYPE_CHECKING:
+    import asyncio
 
 #: Number of the task, most rows, most items and their axis.
 Asked = tuple[int, int, int, int]
@@ -113,6 +115,8 @@ async def claim_later(native: _native.Store, asked: Asked, timeout_s: float) -> 
     global _waiter
     if _waiter.pid != os.getpid():  # a forked child has the calls of its parent, and no thread
         _waiter = _Waiter()
+    import asyncio  # loaded by whoever awaits
+
     loop = asyncio.get_running_loop()
     call = _Call(native, asked, time.monotonic() + timeout_s, loop, loop.create_future())
     _waiter.add(call)
