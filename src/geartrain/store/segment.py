@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,8 +45,6 @@ from geartrain.errors import (
     StoreMissingError,
 )
 from geartrain.store.anonymous import is_anonymous
-
-_log = logging.getLogger(__name__)
 
 #: One of REMOVERS, or "lowest:FIELD" or "highest:FIELD" of a field that is one number a row.
 Remover = str
@@ -223,7 +220,9 @@ def create_segment(
         raise ArgumentError(f"max_age_s must be above zero, found {shown(max_age_s)} (leave it out for no limit)")
     age_ns = 0 if max_age_s is None else nanoseconds("max_age_s", real_number(max_age_s))
     if hint := path_hint(name):
-        _log.warning("the store %r is created in shared memory%s", name, hint)
+        import logging
+
+        logging.getLogger(__name__).warning("the store %r is created in shared memory%s", name, hint)
     try:
         return _native.Store.create(
             name,

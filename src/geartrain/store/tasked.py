@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -25,7 +24,6 @@ from geartrain.store.waiting_claims import claim_later
 from geartrain.store.writable import WritableStore
 
 Output = Literal["torch", "numpy"]
-_log = logging.getLogger(__name__)
 #: An idle loop tells after so many seconds what it waits for, and then at four times the time each.
 FIRST_WORD_S = 10.0
 #: Rows that are inserted together at most, all or none.
@@ -411,7 +409,9 @@ class TaskedStore(WritableStore):
                     f"{self._lag(number)}"
                 )
             if waited_s >= word_s:
-                _log.warning(
+                import logging
+
+                logging.getLogger(__name__).warning(
                     "no row of the store %r was due for %r for %.0f s: %s", self.name, task, waited_s, self._lag(number)
                 )
                 word_s *= 4
