@@ -952,7 +952,16 @@ bool Tasks::can_be_set_back(uint32_t row) const {
   for (uint32_t task = 1; task <= count_; ++task) {
     if (word(row, task).state == TaskState::claimed) return false;
   }
-  return !has_unfilled(row);
+  return !has_unfilled(row) && may_be_done_again(row);
+}
+
+// Whether those who did the tasks of a row may still be there: loops end when all rows are through (is_over).
+bool Tasks::may_be_done_again(uint32_t row) const {
+  if (table_->finished.load(kRelaxed) == 0) return true;
+  for (uint32_t task = 1; task < count_; ++task) {
+    if (word(row, task).state == TaskState::done && figures(task).remaining.load(kRelaxed) == 0) return false;
+  }
+  return true;
 }
 
 bool Tasks::has_task_spans(uint32_t row) const {
@@ -1023,7 +1032,8 @@ Tasks::Room Tasks::make_room(uint32_t task, const TaskRow& each) {
     older |= place < mine;
     newer |= place > mine && other.claims != 0;
   }
-  if (claims() && older && !newer && under_way(each.row) && !has_unfilled(each.row)) {
+  const bool may_go = under_way(each.row) && !has_unfilled(each.row) && may_be_done_again(each.row);
+  if (claims() && older && !newer && may_go) {
     set_back(each.row, woken);
     table_->revoked.fetch_add(1, kRelaxed);
     return ends(Room::given_up);

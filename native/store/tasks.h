@@ -16,7 +16,8 @@
 // Space. Where no span is free, an insert waits; it leaves a 16th of the region to tasks. A put or append first sets
 // back rows that are newer than the oldest one that waits, not claimed and not finished, newest first: their tasks are
 // to be done again. Where there is none and older rows wait too, the newest claim that waits is given up. What the
-// oldest row that waits needs is not taken by newer ones. So the oldest rows always come through.
+// oldest row that waits needs is not taken by newer ones. So the oldest rows always come through. After the end of the
+// inserts no task is done again that is done for all rows, since nobody may be left who does it.
 //
 // Death. What a dead process had claimed is due again; what it was writing is freed, and what it had appended stays
 // where the task keeps it. After three deaths without an append or put a row is dropped.
@@ -223,6 +224,7 @@ class Tasks {
   bool is_behind_a_filled_one(uint64_t chain, uint64_t span) const;
   void discard(TaskRow& each, uint32_t task, Woken& woken);
   bool can_be_set_back(uint32_t row) const;
+  bool may_be_done_again(uint32_t row) const;
   bool has_task_spans(uint32_t row) const;
   bool takes_all_room(uint32_t row) const;
   void drop_row(uint32_t row, Woken& woken);

@@ -19,6 +19,7 @@ import geartrain_bench.llm.bench as llm
 import geartrain_bench.llm.memory as memory
 import geartrain_bench.llm.processes as processes
 import geartrain_bench.llm.report as llm_report
+from geartrain.errors import ArgumentError
 from geartrain_bench import BenchResult, load, plot_saved
 from geartrain_bench.harness.child_process import BaselineError
 from geartrain_bench.harness.report import write_json
@@ -59,7 +60,7 @@ def test_rows_have_the_answers_one_behind_the_other() -> None:
 
 
 def test_without_its_peer_every_call_is_measured_beside_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "_memory", lambda one: None)
+    monkeypatch.setattr(llm, "_memory", lambda one: {})
     monkeypatch.setattr(llm, "_alone", lambda one: {})
     monkeypatch.setattr(processes, "claims", lambda one: None)
     result = llm.run(TINY, {"transferqueue": sys.executable + "-that-is-not", "pigeon": sys.executable})
@@ -73,6 +74,14 @@ def test_without_its_peer_every_call_is_measured_beside_its_floor(monkeypatch: p
     assert llm.INSTALL in result.baselines_missing["transferqueue"]
     assert "unknown" in result.baselines_missing["pigeon"]
     assert llm.INSTALL in llm.run(dataclasses.replace(TINY, per_row=()), {}).baselines_missing["transferqueue"]
+
+
+def test_parts_are_measured_by_their_name_and_an_unknown_name_is_refused() -> None:
+    result = llm.run(TINY, {}, only=("one row", "fetch, rows of 4"))
+    assert {row.case for row in result.rows} == {"packed fetch, rows of 4", "one row"}
+    assert result.command.endswith('--case "one row" --case "fetch, rows of 4"')
+    with pytest.raises(ArgumentError, match="no part has 'pigeons' in its name; parts are memory, 200 to"):
+        llm.run(TINY, {}, only=("pigeons",))
 
 
 def test_a_peer_that_returns_other_bytes_or_fails_is_lost_and_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,7 @@ class TasksModel(RuleBasedStateMachine):
             gt.Store.open(self.name),
         ]
         self.region = self.stores[0].stats()["free_span_bytes"]
+        self.kept_from_inserts = span_units // 16
         self.rows: dict[tuple[int, int], Row] = {}
         self.gone: list[tuple[int, int]] = []
         self.held: list[Held] = []
@@ -230,12 +231,12 @@ class TasksModel(RuleBasedStateMachine):
             for row in rows[:number]:
                 self.set_back(row)
 
-    def lacks_room(self, needed: int) -> bool:
+    def lacks_room(self, needed: int, kept: int = 0) -> bool:
         """Whether a span may be without room: free blocks, of which there is one more than spans at most, are small."""
         spans = 1
         for row in self.rows.values():
             spans += 1 + sum(max(len(word.parts), word.state == "done") for word in row.words.values())
-        return self.space_bytes() < UNIT * spans * (needed * 33 // 32)
+        return self.space_bytes() - UNIT * kept < UNIT * spans * (needed * 33 // 32)
 
     @contextmanager
     def room_for(self, held: Held, needs: dict[int, int]) -> Iterator[list[int]]:
@@ -258,10 +259,10 @@ class TasksModel(RuleBasedStateMachine):
             assert self.lacks_room(needs[stuck] + taken), "there was room, or it was made in vain"
             assert self.may_be_set_back(held.keys[stuck]) == [], "rows that could make room were not set back"
             if isinstance(error, NoSpaceError):
-                busy = sum(word.state == "claimed" for row in self.rows.values() for word in row.words.values())
-                # What was written since, and is not in the model yet.
-                assert busy - len(wrote) == 1
-                assert not any(row.due(task) for row in self.rows.values() for task in WORK if task != held.task)
+                # Nothing but the row itself, and what was inserted, takes room.
+                others = [row for key, row in self.rows.items() if key != held.keys[stuck]]
+                assert wrote == [] and not any(row.committed for row in others)
+                assert not any(word.units(task) for row in others for task, word in row.words.items())
         else:
             self.set_back_some(first)
             wrote += valid
@@ -301,9 +302,9 @@ class TasksModel(RuleBasedStateMachine):
         try:
             keys = store.insert(fields, lengths=lengths, timeout_s=0)
         except NoSpaceError:
-            assert UNIT * sum(needed) >= self.region
+            assert UNIT * (sum(needed) + self.kept_from_inserts) >= self.region
         except WaitTimeoutError:
-            assert free < len(new) or self.lacks_room(sum(needed))
+            assert free < len(new) or self.lacks_room(sum(needed), self.kept_from_inserts)
         else:
             assert free >= len(new)
             self.counts["inserted"] += len(new)

@@ -189,6 +189,27 @@ TEST(rows_that_are_new_make_room_for_old_ones) {
   CHECK_EQ(tasks.table().set_back.load(), 1u);
 }
 
+TEST(after_the_end_of_inserts_no_row_goes_back_to_a_task_that_is_over) {
+  for (const bool finished : {false, true}) {
+    // Room for the prompts and two answers, and not for a reward of many answers.
+    auto store = made(options_of_tests(2, 2 * 128 + 2 * (64 + 4032 + 64) + 256));
+    Tasks& tasks = *store->tasks();
+    const auto keys = insert(*store, 2);
+    if (finished) tasks.end_inserts();
+    const auto claimed = tasks.claim(kAnswer, {.most = 2});
+    CHECK(put(*store, kAnswer, claimed[0], {5, 1000, 3}, 0));
+    CHECK(put(*store, kAnswer, claimed[1], {5, 1000, 3}, 1));
+    CHECK_EQ(tasks.is_over(kAnswer), finished);
+    const ClaimedRow first = tasks.claim(kRef, {.most = 1})[0];
+    TaskRow row = row_of(*store, kRef, first, {5, 1000, 3});
+    CHECK_EQ(tasks.begin(Write::put, kRef, {&row, 1}), 0u);
+    CHECK(tasks.make_room(kRef, row) == (finished ? Tasks::Room::wait : Tasks::Room::made));
+    CHECK_EQ(static_cast<int>(tasks.word(keys[1].row, kAnswer).state), finished ? 2 : 0);
+    tasks.stop_waiting();
+    no_problems(*store);
+  }
+}
+
 TEST(without_room_and_without_others_there_is_an_error) {
   auto store = made(options_of_tests(4, 8 << 10));
   Tasks& tasks = *store->tasks();
@@ -609,6 +630,7 @@ TEST(damaged_words_and_spans_are_errors) {
       if (rebuilt) no_problems(*store);
     }
     attempt([&] { store->close(); });
+    store->unlink();  // what is damaged is left to whoever opens it next
   }
 }
 

@@ -38,8 +38,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import geartrain_bench.harness.report as report
@@ -48,12 +49,16 @@ import geartrain_bench.llm.calls as calls
 import geartrain_bench.llm.memory as memory
 import geartrain_bench.llm.processes as processes
 import geartrain_bench.llm.report as llm_report
+from geartrain.errors import ArgumentError
 from geartrain_bench.harness.child_process import BaselineError
 from geartrain_bench.harness.timing import BenchResult
 from geartrain_bench.llm.run import FULL, INSTALL, QUICK, Peer, Plan, Run
 from geartrain_bench.llm.samples import DISTRIBUTIONS, USUAL, Lengths
 
 BASELINE = "transferqueue"
+#: Parts of the benchmark by name.
+Parts = dict[str, Callable[[], None]]
+#: Of a field and row.
 GATHER_BYTES = (1_200, 4_800, 12_000, 48_000)
 
 
@@ -63,20 +68,25 @@ def main(
     json_path: Path | None = None,
     plot_path: Path | None = None,
     baselines: dict[str, str] | None = None,
+    case: Sequence[str] = (),
 ) -> BenchResult:
     """Measures, prints the tables, writes the requested files, and returns the result.
 
     `baselines` maps "transferqueue" to the interpreter of an environment that has it;
-    GEARTRAIN_BASELINE_PYTHON_TRANSFERQUEUE does the same.
+    GEARTRAIN_BASELINE_PYTHON_TRANSFERQUEUE does the same. `case` are texts: only parts with one of them in their name
+    are measured.
+
+    Raises:
+        ArgumentError: no part has one of the texts in its name.
     """
     wanted = {**report.parse_baselines([]), **(baselines or {})}
-    result = run(QUICK if quick else FULL, wanted, quick=quick)
+    result = run(QUICK if quick else FULL, wanted, quick=quick, only=case)
     llm_report.show(result, json_path, plot_path)
     return result
 
 
-def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchResult:
-    """All parts."""
+def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
+    """All parts, or those with one of the texts `only` in their name."""
     began_s = time.monotonic()
     known = {name: python for name, python in baselines.items() if name == BASELINE}
     result = harness.new_result("llm", quick=quick, baselines=known, packages=("numpy", "torch"))
@@ -84,21 +94,31 @@ def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchR
     if not known:
         result.baselines_missing[BASELINE] += f"; install it with: {INSTALL}"
     one = Run(plan, result)
+    before, beside, after = (
+        {name: part for name, part in parts.items() if not only or any(text in name for text in only)}
+        for parts in (_memory(one), _beside_peer(one), _alone(one))
+    )
+    if only and not (before or beside or after):
+        names = [name for parts in (_memory(one), _beside_peer(one), _alone(one)) for name in parts]
+        raise ArgumentError(f"no part has {' or '.join(map(repr, only))} in its name; parts are {'; '.join(names)}")
+    result.command += "".join(f' --case "{text}"' for text in only)
     with harness.one_torch_thread():
-        with _peer(one, known.get(BASELINE)) as started:
+        with _peer(one, known.get(BASELINE) if beside else None) as started:
             # Ray takes a while to start; what the memory holds does not depend on who else uses the processor.
-            _memory(one)
+            _measure(one, before)
             one.peer = started()
-            for name, part in _beside_peer(one).items():
-                if one.begins(name):
-                    part()
+            _measure(one, beside)
             if one.peer is not None:
                 one.peer.close()
                 one.peer = None
-        for name, part in _alone(one).items():
-            if one.begins(name):
-                part()
+        _measure(one, after)
     return harness.finish(result, began_s)
+
+
+def _measure(one: Run, parts: Parts) -> None:
+    for name, part in parts.items():
+        if one.begins(name):
+            part()
 
 
 @contextlib.contextmanager
@@ -125,40 +145,35 @@ def _peer(one: Run, python: str | None) -> Iterator[Callable[[], Peer | None]]:
                 one.peer.close()
 
 
-def _memory(one: Run) -> None:
+def _memory(one: Run) -> Parts:
+    parts: Parts = {}
     for per_row in one.plan.per_row:
         for lengths in DISTRIBUTIONS:
-            case = f"memory, {lengths.name}, rows of {per_row}"
-            if one.begins(case):
-                memory.memory(one, lengths, per_row)
-            if one.begins(f"{case}, growing"):
-                memory.growing_memory(one, lengths, per_row)
+            name = f"memory, {lengths.name}, rows of {per_row}"
+            for more, measure in (("", memory.memory), (", growing", memory.growing_memory)):
+                parts[name + more] = partial(measure, one, lengths, per_row)
+    return parts
 
 
-def _beside_peer(one: Run) -> dict[str, Callable[[], None]]:
-    parts: dict[str, Callable[[], None]] = {}
+def _beside_peer(one: Run) -> Parts:
+    parts: Parts = {}
+    measured = {"put": calls.put, "packed fetch": calls.packed_fetch, "a later field": calls.later_field}
     for per_row in one.plan.per_row:
-        for name, part in (
-            ("put", calls.put),
-            ("packed fetch", calls.packed_fetch),
-            ("a later field", calls.later_field),
-        ):
-            parts[f"{name}, {calls.rows_of(per_row)}"] = lambda part=part, per_row=per_row: part(one, per_row)  # type: ignore[misc]
-    return {**parts, "one row": lambda: calls.one_row(one), "claims": lambda: processes.claims(one)}
+        for name, part in measured.items():
+            parts[f"{name}, {calls.rows_of(per_row)}"] = partial(part, one, per_row)
+    return {**parts, "one row": partial(calls.one_row, one), "claims": partial(processes.claims, one)}
 
 
-def _alone(one: Run) -> dict[str, Callable[[], None]]:
-    parts: dict[str, Callable[[], None]] = {
-        "wakes": lambda: processes.wakes(one),
-        "the example, each answer appended": lambda: processes.example(one, appends=True),
-        "the example, a put a claim": lambda: processes.example(one, appends=False),
+def _alone(one: Run) -> Parts:
+    parts: Parts = {
+        "wakes": partial(processes.wakes, one),
+        "the example, each answer appended": partial(processes.example, one, appends=True),
+        "the example, a put a claim": partial(processes.example, one, appends=False),
     }
     for lengths, per_row in ((USUAL, 16), (USUAL, 1), (Lengths(20, 400, 210.0), 1)):
-        parts[f"cold gather, {lengths.name}, rows of {per_row}"] = (
-            lambda lengths=lengths, per_row=per_row: memory.gather(one, lengths, per_row)  # type: ignore[misc]
-        )
+        parts[f"cold gather, {lengths.name}, rows of {per_row}"] = partial(memory.gather, one, lengths, per_row)
     for size in GATHER_BYTES:
-        parts[f"cold gather, {size} bytes"] = lambda size=size: memory.gather_of_size(one, size)  # type: ignore[misc]
+        parts[f"cold gather, {size} bytes a field and row"] = partial(memory.gather_of_size, one, size)
     return parts
 
 

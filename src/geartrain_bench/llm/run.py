@@ -58,7 +58,7 @@ class Plan:
 FULL = Plan()
 QUICK = Plan(
     repeats=5, case_s=1.0, calls=4, peer_calls=1, claims=20, wakes=200, wake_laps=2, pipeline_rows=1024,
-    pipeline_laps=2, region_rows=512, region_bytes=96 << 20, growing_bytes=16 << 20, settling=30, full_moments=30,
+    pipeline_laps=2, region_rows=512, region_bytes=64 << 20, growing_bytes=24 << 20, settling=15, full_moments=20,
     gather_bytes=192 << 20,
 )  # fmt: skip
 

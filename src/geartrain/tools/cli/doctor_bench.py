@@ -144,7 +144,7 @@ def bench(
     ] = None,
     case: Annotated[
         list[str] | None,
-        typer.Option(help="Only cases with this text in their name (transitions). Repeatable."),
+        typer.Option(help="Only cases with this text in their name (transitions, llm). Repeatable."),
     ] = None,
 ) -> None:
     """Run a benchmark, with this machine's floor (lower bound) and the installed baselines.
