@@ -1,7 +1,7 @@
 """A tiny language model learns to sort digits from rewards alone: GRPO, with rows that pass through tasks.
 
     pip install "geartrain[torch,cli,plot]"
-    python examples/grpo_toy.py   # three CPU minutes; downloads nothing
+    python examples/grpo_toy.py   # two CPU minutes; downloads nothing
 
 A row is a prompt. A rollout process answers it several times with the newest weights, a reward loop scores the answers,
 and an advantage loop compares them with each other. Groups whose answers are all equally good are dropped. The learner
@@ -33,7 +33,7 @@ from geartrain.errors import StoreClosedError
 
 DIGITS = 5  # of a prompt; the text is the prompt, "=", and the same digits in order
 EQUALS, WORDS, TEXT = 10, 11, 2 * DIGITS + 1
-GROUP = 8  # answers to one prompt
+GROUP, CLIP = 8, 0.2  # answers to one prompt
 MAX_STALE = 4  # batches of prompts in the store, and so the most versions between an answer and its use
 FIELDS = {"prompt": gt.Field(("digits",), "int64")}
 TASKS = {
@@ -171,14 +171,12 @@ def working(store: gt.Store, chosen: argparse.Namespace) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ the learner
 
 
-def loss_of(
-    model: LanguageModel, text: Tensor, log_prob: Tensor, advantage: Tensor, clip: float = 0.2
-) -> tuple[Tensor, Tensor]:
+def loss_of(model: LanguageModel, text: Tensor, log_prob: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
     """GRPO's loss, and how far the model has moved from the one that wrote the answers (share of clipped tokens)."""
     logits = model(text[:, :-1])[:, DIGITS:]
     ratio = (logits.log_softmax(-1).gather(2, text[:, DIGITS + 1 :, None])[..., 0] - log_prob).exp()
-    kept = torch.minimum(ratio * advantage[:, None], ratio.clamp(1 - clip, 1 + clip) * advantage[:, None])
-    return -kept.mean(), ((ratio - 1).abs() > clip).float().mean()
+    kept = torch.minimum(ratio * advantage[:, None], ratio.clamp(1 - CLIP, 1 + CLIP) * advantage[:, None])
+    return -kept.mean(), ((ratio - 1).abs() > CLIP).float().mean()
 
 
 def learn(

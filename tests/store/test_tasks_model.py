@@ -202,14 +202,20 @@ class TasksModel(RuleBasedStateMachine):
         self.figures[task]["done"] += 1
 
     def may_be_set_back(self, newer_than: tuple[int, int]) -> list[Row]:
-        """Newest first."""
+        """Newest first. After the end of inserts no task is done again that is done for all rows."""
         order = list(self.rows)
+        over = {
+            task
+            for task in WORK
+            if self.finished and all(row.words[task].state == "done" for row in self.rows.values())
+        }
         return [
             row
             for key in reversed(order[order.index(newer_than) + 1 :])
             if not (row := self.rows[key]).committed
             and all(word.state != "claimed" for word in row.words.values())
             and any(word.units(task) for task, word in row.words.items())
+            and not any(row.words[task].state == "done" for task in over)
         ]
 
     def set_back(self, row: Row) -> None:
