@@ -46,6 +46,9 @@ def busy() -> str:
         "store.limiter.set(samples_per_insert=2, error_buffer=100)\n"
         "replays = [gt.Replay(store, gt.selection.Uniform(seed=0), 4, output='numpy') for _ in range(2)]\n"
         "for replay in replays: replay.sample()\n"
+        "tasks = {'answer': gt.Task({'ids': gt.Field(('tokens',), 'int32')}), 'train': gt.Task(after='answer')}\n"
+        "rows = gt.Store.create('tasks', {'x': gt.Field((), 'int64')}, tasks=tasks, capacity=8, span_bytes=4096)\n"
+        "rows.insert({'x': np.arange(2)}); claim = rows.claim('answer', 1)\n"
         "publisher = weights.Publisher('busy-w'); publisher.publish(7, {'w': np.zeros(3, np.float32)})\n"
         "reader = weights.Reader('busy-w'); reader.latest()\n"
         "rpc.function(name='busy.echo')(lambda x: x)\n"
@@ -91,6 +94,7 @@ def test_one_endpoint_serves_metrics_of_everything_and_the_dashboard_asks_for_no
     assert value("geartrain_store_rows", store="busy") == 9
     assert value("geartrain_replay_rows", store="busy") == 8 <= value("geartrain_store_sampled", store="busy")
     assert value("geartrain_replay_batches", store="busy") == 2, "of both replays"
+    assert value("geartrain_task_due", store="tasks", task="answer") == 1
     assert value("geartrain_limiter_error_buffer", store="busy") == 100
     assert value("geartrain_weights_version", weights="busy-w") == 7
     assert value("geartrain_weights_reader_version", weights="busy-w") == 7

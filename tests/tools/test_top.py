@@ -199,6 +199,9 @@ def test_every_kind_of_object_has_its_line_in_every_view(host: Path, kinds: list
     assert set(OBJECTS) == set(get_args(process_report.Kind))
     with contextlib.ExitStack() as stack:
         made = [OBJECTS[kind](stack) for kind in kinds]
+        tasked = stack.enter_context(grpo.new_store("tasked"))
+        grpo.insert(tasked, range(3))
+        claim = tasked.claim("answer", 2)
         watcher = Watcher()
         stack.callback(watcher.close)
 
@@ -210,7 +213,7 @@ def test_every_kind_of_object_has_its_line_in_every_view(host: Path, kinds: list
             return rated >= set(kinds) and (snapshots, findings)
 
         snapshots, findings = until(reported)
-        assert len(made) == len(kinds)
+        assert len(made) == len(kinds) and len(claim) == 2
     sections = {each.title: each for each in sections_of(snapshots)}
     of = {"replay": "replays", "node": "peers", "reader": "weights", "job": "processes", "pool": "processes"}
     for kind in kinds:

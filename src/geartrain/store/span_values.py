@@ -231,19 +231,12 @@ def _whole(name: str, field: Field, data: Any, casting: Casting) -> Any:
         and data is not None
         and _dtype_in_numpy(field) is not None
     ):
-        if _is_empty(data):
+        if isinstance(data, list | tuple) and not data:  # which NumPy takes for float64
             data = np.asarray(data, field.numpy_dtype)
         if field.numpy_dtype.kind in "iu" and _is_in_range(name, field, data):
             return np.asarray(data, field.numpy_dtype)
         return as_array(name, field, data, "same_kind")
     return as_array(name, field, data, casting)
-
-
-def _is_empty(data: Any) -> bool:
-    try:
-        return len(data) == 0
-    except TypeError:
-        return False
 
 
 def _is_in_range(name: str, field: Field, data: Any) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import geartrain._native as _native
+from geartrain.core.threads import DaemonThread
 
 if TYPE_CHECKING:
     import asyncio
@@ -73,7 +74,7 @@ class _Waiter:
             self._calls.append(call)
             if not self._runs:
                 self._runs = True
-                threading.Thread(target=self._run, name="geartrain-claims", daemon=True).start()
+                DaemonThread(self._run, name="geartrain-claims").start()
 
     def _run(self) -> None:
         while True:

@@ -30,7 +30,9 @@ LAST_WORDS = ("Fatal Python error", "terminate called", "Exception ignored", "Se
 SHM = Path("/dev/shm")
 MAY_LEAVE = ("raise_at_any_line",)  # a file that was made when the handler raised, and that nobody has been given
 _TEXT = 20_000  # characters of output that a finding shows
-FACTORY_MODULES = tuple(f"hostile.{name}" for name in ("groups", "jobs", "lerobot", "peers", "rlinf", "sb3", "stores"))
+FACTORY_MODULES = tuple(
+    f"hostile.{name}" for name in ("groups", "jobs", "lerobot", "peers", "rlinf", "sb3", "stores", "tasks")
+)
 
 
 class Server:
