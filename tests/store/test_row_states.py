@@ -104,3 +104,15 @@ def test_rows_of_a_closed_store_are_not_written(name):
     for one in (row, rows):
         with pytest.raises(StoreClosedError, match="was closed"):
             one.commit()
+
+
+def test_an_interrupt_behind_a_commit_is_not_hidden_by_the_rows_end(name: str) -> None:
+    fields = {"x": gt.Field((), "float32")}
+    with gt.Store.create(name, fields, max_length=1, capacity=2) as store:
+        with pytest.raises(KeyboardInterrupt), store.row() as row:
+            row["x"] = np.zeros(1, np.float32)
+            row.length = 1
+            row.commit()
+            row._done = False  # as the signal found it, which came before the call had returned
+            raise KeyboardInterrupt
+        assert len(store) == 1

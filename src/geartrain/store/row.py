@@ -55,7 +55,8 @@ class _Uncommitted(ABC):
             self._done = True
             native = self._columns.native
             if not native.closed:
-                self._release(native)
+                with suppress(StaleKeyError):  # a signal came right behind the commit
+                    self._release(native)
 
     def _check_open(self) -> None:
         """Raises unless its blocks may be written: `SchemaError` after the commit, `StoreClosedError` after a close."""
