@@ -161,7 +161,7 @@ PackedRows::Found PackedRows::locate(size_t i) {
   for (size_t s = 0; s < sources.size(); ++s) {
     const uint64_t span = tasks.filled(TaskWord::of(words_[i * sources.size() + s]));
     const SpanHead* const head = span == 0 ? nullptr : tasks.heap().head(span);
-    if (head == nullptr || head->row != row || head->task != sources[s]) return Found::unsound;
+    if (head == nullptr || !head->is_of(row, sources[s])) return Found::unsound;
     const uint64_t units = head->size.load(std::memory_order_relaxed) & kSpanUnits;
     if (units == 0 || units > tasks.heap().units() - span) return Found::unsound;
     for (uint32_t a = 0; a < kMaxAxes; ++a) told[s][a] = head->lengths[a].load(std::memory_order_relaxed);

@@ -50,6 +50,17 @@ struct SpanHead {
   uint16_t task;
   uint8_t axis;
   uint8_t reserved;
+
+  // Whose span it is, also for readers that may look at what was freed and is written anew.
+  void set_owner(uint32_t of_row, uint16_t of_task) {
+    std::atomic_ref(row).store(of_row, std::memory_order_relaxed);
+    std::atomic_ref(task).store(of_task, std::memory_order_relaxed);
+  }
+  bool is_of(uint32_t of_row, uint32_t of_task) const {
+    auto& its = const_cast<SpanHead&>(*this);
+    return std::atomic_ref(its.row).load(std::memory_order_relaxed) == of_row &&
+           std::atomic_ref(its.task).load(std::memory_order_relaxed) == of_task;
+  }
 };
 static_assert(sizeof(SpanHead) == kSpanUnit);
 

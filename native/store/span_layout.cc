@@ -1,6 +1,6 @@
 #include "store/span_layout.h"
 
-#include <cstring>
+#include <atomic>
 
 namespace geartrain {
 namespace {
@@ -59,9 +59,9 @@ bool SpanLayout::locate(const std::byte* span, uint64_t units, const AxisLengths
     } else {
       bytes = 4 * (items + 1);
       if (at > end || bytes > end - at) return false;
-      uint32_t text = 0;
-      std::memcpy(&text, span + at + 4 * items, sizeof text);
-      bytes += text;
+      // Whoever took the units anew may write there.
+      auto* const bound = reinterpret_cast<uint32_t*>(const_cast<std::byte*>(span) + at + 4 * items);
+      bytes += std::atomic_ref(*bound).load(std::memory_order_relaxed);
     }
     if (at > end || bytes > end - at) return false;
     pieces[i] = {at, bytes};

@@ -212,8 +212,7 @@ void Tasks::hang(uint64_t span, uint32_t task, const TaskRow& from, uint8_t axis
   made.next.store(its.span, kRelaxed);
   made.item = from.item;
   for (uint32_t i = 0; i < kMaxAxes; ++i) made.lengths[i].store(from.lengths[i], kRelaxed);
-  made.row = row;
-  made.task = static_cast<uint16_t>(task);
+  made.set_owner(row, static_cast<uint16_t>(task));
   made.axis = axis;
   made.reserved = 0;
   its.span = span;
@@ -230,7 +229,7 @@ uint64_t Tasks::sift(uint32_t row, uint32_t task, TaskWord word, uint64_t first,
   for (Chain at(*this, word.span); at;) {
     const uint64_t span = at.at;
     const SpanHead& its = at.head();
-    if (its.row != row || its.task != task) store_.fail_damaged("a row's task leads to another row's unit", span);
+    if (!its.is_of(row, task)) store_.fail_damaged("a row's task leads to another row's unit", span);
     at.next();
     if (span == first) continue;
     if (lost(its)) {
@@ -1215,7 +1214,7 @@ void Tasks::finish_rebuild(Store::Sums& sums) {
       for (Chain at(*this, its.span); at;) {
         const uint64_t span = at.at;
         SpanHead& one = at.head();
-        if (one.row != row || one.task != task) store_.fail_damaged("a row's task leads to another row's unit", span);
+        if (!one.is_of(row, task)) store_.fail_damaged("a row's task leads to another row's unit", span);
         at.next();
         const uint32_t mark = one.mark.load(kRelaxed);
         // On a task that is not done only what was appended is kept: a put that died before its word was stored is not.
@@ -1297,7 +1296,7 @@ void Tasks::audit(const std::function<void(const std::string&)>& wrong) const {
       for (Chain at(*this, its.span); at; at.next()) {
         const SpanHead& one = at.head();
         units += one.size.load(kRelaxed) & kSpanUnits;
-        if (one.row != row || one.task != task) wrong(message_of({"row ", row, " has a span of another row"}));
+        if (!one.is_of(row, task)) wrong(message_of({"row ", row, " has a span of another row"}));
         if (one.mark.load(kRelaxed) != kFilled && task != 0) ++claims[one.mark.load(kRelaxed) >> 8 & 0xff];
       }
       if (state == RowState::free && its.packed() != 0) wrong(message_of({"the free row ", row, " has a task"}));
