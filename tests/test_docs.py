@@ -250,7 +250,7 @@ SEARCHES = {
     "tokens": "first-hour/llm recipes/",
     "strings": "store glossary",
     "images": "store replay gpu first-hour/robots importers",
-    "episodes": "store actors first-hour/buffer",
+    "episodes": "importers store actors first-hour/buffer",
     "off-policy": "first-hour/buffer recipes/",
     "D4RL": "importers first-hour/robots",
     "Minari": "importers first-hour/robots",

@@ -49,7 +49,7 @@ def test_a_call_on_a_file_that_fails_is_an_error_with_its_path_and_loses_and_lea
     check(preload)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_any_call_on_a_file_may_fail_with_any_error(preload: Path) -> None:
     check(preload, "--all")

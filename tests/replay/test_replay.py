@@ -397,7 +397,6 @@ def test_a_store_closed_under_a_prefetching_replay_is_an_error_and_not_a_crash(n
         ({"num_batches": 2.5}, "num_batches must be a whole number, found 2.5"),
         ({"prefetch": -1}, "prefetch must be at least 0, found -1"),
         ({"min_rows": 0}, "min_rows must be at least 1, found 0"),
-        ({"min_steps": 0}, "min_steps must be at least 1, found 0"),
         ({"num_batches": -1}, "num_batches must be at least 0, found -1"),
         ({"selection": "uniform"}, "found 'uniform'"),
         ({"fields": ["y"]}, "no field 'y'"),
@@ -406,6 +405,7 @@ def test_a_store_closed_under_a_prefetching_replay_is_an_error_and_not_a_crash(n
         ({"threads": 0}, "threads=0"),
         ({"timeout_s": -1}, "timeout_s"),
         ({"timeout_s": float("nan")}, "timeout_s"),
+        ({"min_steps": 0}, "min_steps must be at least 1, found 0"),
     ],
 )
 def test_a_replay_that_makes_no_sense_is_refused(store, options, message):

@@ -181,7 +181,10 @@ class AgentRecorder(RecorderPriority):
                 agent has begun one in its place.
             LockTimeoutError: another process holds the store's lock. Call `discard` again.
         """
-        lane = self._lanes.get(agent, self._ended.get(agent))
+        try:
+            lane = self._lanes.get(agent, self._ended.get(agent))
+        except TypeError:  # not hashable
+            lane = None
         if lane is None:
             raise ArgumentError(
                 f"agent {shown(agent)} has no episode to take back; agents in an episode are {list(self._lanes)}"
