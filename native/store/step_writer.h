@@ -125,9 +125,9 @@ class StepWriter {
   // Takes back the episode of an environment's newest step: the one in progress or, as long as the next one has no
   // action, the one that has ended. What was not published is dropped; its rows that can be sampled are completed and
   // deleted, earlier ones too, and the rate limiter gets their inserts back. Rows that hold other episodes as well
-  // stay, and are returned. The environment is in no episode then; the next one stays if it had begun. A process that is
-  // killed meanwhile leaves some of the rows. Where the deletion throws (the lock was not to be had), it can be called
-  // again.
+  // stay, and are returned. The environment is in no episode then; the next one stays if it had begun. A process that
+  // is killed meanwhile leaves some of the rows. Where the deletion throws (the lock was not to be had), it can be
+  // called again.
   void discard(uint32_t environment, CompletedRows* kept);
   // Which environments' newest step has other values than these, byte by byte, or is not there: 1 for each of them.
   // Columns have the fields' own dtypes.
