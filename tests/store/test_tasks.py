@@ -550,3 +550,10 @@ def test_any_thread_may_put(store: gt.Store) -> None:
     for thread in threads:
         thread.join()
     assert store.task_stats()["reward"]["done"] == 8
+
+
+def test_an_insert_of_several_parts_says_how_many_rows_are_in_the_store(name):
+    with gt.Store.create(name, {"x": gt.Field(("n",), "int64")}, capacity=4, span_bytes=1 << 16) as store:
+        with pytest.raises(WaitTimeoutError, match=r"The first 4 of 6 rows are in the store"):
+            store.insert({"x": [[1]] * 6}, timeout_s=0.05)
+        assert len(store) == 4

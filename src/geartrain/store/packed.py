@@ -7,6 +7,7 @@ other, as a model reads prompt and answer, and takes results apart again.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -83,7 +84,7 @@ class PackedReader:
         )
 
 
-class PackedFields:
+class PackedFields(ABC):
     """Fields of n rows: `rows["ids"]` is (total, ...), the values of all rows one behind the other.
 
     Fields without an axis are (n, ...). `Text` fields are lists of `str`, `Bytes` fields lists of `bytes`, with an axis
@@ -102,20 +103,21 @@ class PackedFields:
     _bounds: dict[str, AxisBounds]
     _device: Any  # of tensors; None for host memory
 
+    @abstractmethod
     def _read(self, names: Sequence[str]) -> None:
         """Puts the values of fields into `_shown`, and the bounds of their axes into `_bounds`; raises `FieldError`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read_axis(self, axis: str) -> None:
         """The same of an axis."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _known_axes(self) -> list[str]:
         """The axes that these rows have lengths of."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _rows(self) -> int:
-        raise NotImplementedError
+        """How many rows these are."""
 
     def show(self, names: Sequence[str], found: _native.PackedArrays, taken: Sequence[str]) -> None:
         """Internal: takes values of `taken`, and bounds of their axes, out of what was read of the fields `names`."""

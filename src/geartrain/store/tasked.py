@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from geartrain.core.arguments import check_whole, default_threads, shown, some_of, timeout
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.tasks import RowPlan
-from geartrain.errors import ArgumentError, SchemaError, StoreClosedError, WaitTimeoutError
+from geartrain.errors import ArgumentError, NoSpaceError, SchemaError, StoreClosedError, WaitTimeoutError
 from geartrain.store.claims import REWRITE, Claim, timed_out, write_rows
 from geartrain.store.columns import as_column
 from geartrain.store.insert import CASTINGS, Casting
@@ -140,8 +140,8 @@ class TaskedStore(WritableStore):
                 name: part_of(fields[name], data, rows, ends.get(fields[name].axis or ""))
                 for name, data in given.items()
             }
-            inserted.append(
-                self.insert(
+            try:
+                keys = self.insert(
                     part,
                     lengths={axis: column[rows] for axis, column in known.items()} or None,
                     priorities=None if priorities is None else priorities[rows],
@@ -150,7 +150,9 @@ class TaskedStore(WritableStore):
                     casting=casting,
                     timeout_s=timeout_s,
                 )
-            )
+            except (WaitTimeoutError, NoSpaceError) as error:
+                raise type(error)(f"{error}. The first {at} of {n} rows are in the store") from None
+            inserted.append(keys)
         return Keys.join(inserted)
 
     def finish(self) -> None:
