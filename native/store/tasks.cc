@@ -537,41 +537,35 @@ void Tasks::unclaim(uint32_t row, uint32_t task, bool died, Woken& woken) {
   if (is_ready(row, task)) set_due(task, row, woken);
 }
 
-size_t Tasks::release(uint32_t task, std::span<const ClaimedRow> rows) {
+// Does something with each row that is still claimed so. Returns how many are not.
+template <typename Act>
+size_t Tasks::for_claimed(uint32_t task, std::span<const ClaimedRow> rows, const char* what, Act&& act) {
   store_.ensure_client();
-  check_task(task, "released");
+  check_task(task, what);
   size_t lost = 0;
   for (size_t at = 0; at < rows.size(); at += kRowsAHold) {
     Woken woken(*this);
     Store::Guard guard(store_);
     for (const ClaimedRow& each : rows.subspan(at, std::min(kRowsAHold, rows.size() - at))) {
-      if (!holds_claim(task, each)) {
+      if (holds_claim(task, each)) {
+        act(each.row, woken);
+      } else {
         ++lost;
-        continue;
       }
-      unclaim(each.row, task, false, woken);
     }
   }
   return lost;
 }
 
+size_t Tasks::release(uint32_t task, std::span<const ClaimedRow> rows) {
+  return for_claimed(task, rows, "released", [&](uint32_t row, Woken& woken) { unclaim(row, task, false, woken); });
+}
+
 size_t Tasks::drop(uint32_t task, std::span<const ClaimedRow> rows) {
-  store_.ensure_client();
-  check_task(task, "dropped");
-  size_t lost = 0;
-  for (size_t at = 0; at < rows.size(); at += kRowsAHold) {
-    Woken woken(*this);
-    Store::Guard guard(store_);
-    for (const ClaimedRow& each : rows.subspan(at, std::min(kRowsAHold, rows.size() - at))) {
-      if (!holds_claim(task, each)) {
-        ++lost;
-        continue;
-      }
-      drop_row(each.row, woken);
-      table_->dropped.fetch_add(1, kRelaxed);
-    }
-  }
-  return lost;
+  return for_claimed(task, rows, "dropped", [&](uint32_t row, Woken& woken) {
+    drop_row(row, woken);
+    table_->dropped.fetch_add(1, kRelaxed);
+  });
 }
 
 bool Tasks::drop_locked(uint32_t row, uint32_t generation) {

@@ -216,6 +216,8 @@ class Tasks {
   bool has_unfilled(uint32_t row) const;
   void no_claim(TaskWord& word, uint32_t task);
   void not_remaining(uint32_t task, Woken& woken);
+  template <typename Act>
+  size_t for_claimed(uint32_t task, std::span<const ClaimedRow> rows, const char* what, Act&& act);
   void unclaim(uint32_t row, uint32_t task, bool died, Woken& woken);
   void task_done(uint32_t row, uint32_t task, Store::Sums& sums, Woken& woken);
   void promote(uint32_t row, Store::Sums& sums);
