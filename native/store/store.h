@@ -523,6 +523,7 @@ class Store final : public OpenStore {
   uint64_t removable_count() const { return committed_count() - control().open_count; }
   void set_priority_locked(uint32_t row, uint32_t priority);
   uint32_t reap_locked();
+  void reap_now_and_then();
   void reclaim(uint32_t slot);
   // With priorities of steps: of all steps, or of those alone that the journals of the dead and of the lock name.
   enum class Steps : uint8_t { all, noted };

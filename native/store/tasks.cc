@@ -435,12 +435,17 @@ std::vector<ClaimedRow> Tasks::claim(uint32_t task, const Asked& asked) {
   check_task(task, "claimed");
   if (asked.axis > described_->axis_count) fail(ErrorKind::schema, "no axis number ", asked.axis);
   std::vector<ClaimedRow> claimed;
-  if (figures(task).due.load(kRelaxed) == 0) return claimed;
+  if (figures(task).due.load(kRelaxed) == 0) {
+    if (figures(task).claimed.load(kRelaxed) == 0) return claimed;
+    Store::Guard guard(store_);
+    store_.reap_now_and_then();
+  }
   uint64_t items = 0;
   const uint64_t capacity = store_.header().capacity;
   bool more = true;
   while (more && claimed.size() < asked.most) {
     Store::Guard guard(store_);
+    store_.reap_now_and_then();
     const uint32_t slot = store_.client_slot_.load(kRelaxed);
     const uint64_t from = table_->next_row % capacity;
     size_t here = 0;

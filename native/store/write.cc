@@ -10,11 +10,6 @@
 #include "store/tasks.h"
 
 namespace geartrain {
-namespace {
-
-constexpr uint64_t kReapEvery_ns = 100'000'000;
-
-}  // namespace
 
 void Store::allocate(std::span<uint32_t> rows) {
   ensure_client();
@@ -30,7 +25,11 @@ void Store::allocate(std::span<uint32_t> rows) {
     // Dead writers' rows are reclaimed before living ones' are evicted. Querying the kernel for liveness costs a system
     // call per client, so it is not done for every row of a full store.
     const bool short_of_rows = c.free_count + removable_count() < rows.size();
-    if (short_of_rows || monotonic_ns() - c.last_reap_ns > kReapEvery_ns) reap_locked();
+    if (short_of_rows) {
+      reap_locked();
+    } else {
+      reap_now_and_then();
+    }
   }
   if (c.free_count + removable_count() < rows.size()) {
     fail(ErrorKind::full, rows.size(), " rows were asked for, but of ", header().capacity, " rows ", c.writing_count,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import os
 import pickle
 import threading
 import time
@@ -557,3 +558,23 @@ def test_an_insert_of_several_parts_says_how_many_rows_are_in_the_store(name):
         with pytest.raises(WaitTimeoutError, match=r"The first 4 of 6 rows are in the store"):
             store.insert({"x": [[1]] * 6}, timeout_s=0.05)
         assert len(store) == 4
+
+
+def test_a_dead_claimers_rows_come_back_also_while_others_are_due(name, tmp_path):
+    with grpo.new_store(name) as store:
+        grpo.insert(store, range(3))
+        child = os.fork()
+        if child == 0:
+            store.claim("answer", 2, output="numpy")
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(0.2)  # the dead are looked for ten times a second
+        with store.claim("answer", 3, output="numpy") as claim:
+            assert [int(row["id"]) for row in claim] == [0, 1, 2]
+
+
+def test_a_put_of_a_field_that_the_task_does_not_have_names_those_that_it_has(name):
+    with grpo.new_store(name) as store:
+        grpo.insert(store, range(1))
+        with store.claim("answer") as claim, pytest.raises(FieldError, match=r"missing \['ids'.*unknown \['idz'\]"):
+            claim.put(idz=[1])

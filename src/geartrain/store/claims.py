@@ -491,7 +491,8 @@ class Claim(PackedFields):
     def _leaves_appended(self, given: Mapping[str, Any]) -> bool:
         """Whether a put leaves out all fields that may have been appended."""
         names, _ = self._appendable()
-        return bool(names) and not any(name in given for name in names)
+        own = self._plan.fields_of(self._number)  # of another one `check_names` tells what it needs
+        return bool(names) and not any(name in given for name in names) and all(name in own for name in given)
 
     def _write(
         self, how: int, which: slice, sources: list[Source], lengths: NDArray[np.uint32], timeout_s: float, **more: Any
