@@ -30,7 +30,7 @@ __attribute__((no_sanitize("thread"), noinline)) void plain(unsigned char* to, c
 }
 #else
 void plain(unsigned char* to, const unsigned char* from, size_t bytes) {
-  std::memcpy(to, from, bytes);
+  if (bytes != 0) std::memcpy(to, from, bytes);  // memcpy does not take a null pointer, not even for no bytes
 }
 #endif
 

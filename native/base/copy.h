@@ -16,7 +16,7 @@ namespace geartrain {
 size_t stream_from();
 
 // The source may be overwritten meanwhile by another process (a torn row): the bytes are then invalid, and the
-// caller detects it by the row's generation.
+// caller detects it by the row's generation. The pointers may be null where `bytes` is 0.
 void copy_block(void* to, const void* from, size_t bytes, bool stream);
 void zero_block(void* to, size_t bytes);
 void stream_fence();

@@ -578,7 +578,7 @@ class SpanWriter {
         if (f < layout_.arrays() && pieces_[f].bytes != chain->bytes(its)) fail_changed(i);
         fill_appended(f, *chain, to, field.items(row.lengths), stream);
       } else if (f < layout_.arrays()) {
-        if (pieces_[f].bytes != 0) copy_block(to, run(f, i), pieces_[f].bytes, stream);
+        copy_block(to, run(f, i), pieces_[f].bytes, stream);
       } else {
         fill_strings(to, field.items(row.lengths), run_sizes(f, i), run(f, i), string_bytes_[f - layout_.arrays()],
                      stream);
@@ -672,7 +672,7 @@ class SpanWriter {
     std::vector<uint32_t> bounds(items + 1);
     for (uint64_t k = 0; k < items; ++k) bounds[k + 1] = bounds[k] + sizes[k];
     copy_block(to, bounds.data(), 4 * (items + 1), false);
-    if (bytes != 0) copy_block(to + 4 * (items + 1), text, bytes, stream);
+    copy_block(to + 4 * (items + 1), text, bytes, stream);
   }
 
   void fill_appended(size_t f, const AppendedPieces& chain, std::byte* to, uint64_t items, bool stream) const {
@@ -686,7 +686,7 @@ class SpanWriter {
         if (k != 0) bounds.push_back(static_cast<uint32_t>(before + bound));
       });
       if (count != 0) bounds.push_back(static_cast<uint32_t>(before + bytes));
-      if (bytes != 0) copy_block(at, from, bytes, stream);
+      copy_block(at, from, bytes, stream);
       at += bytes;
       before += bytes;
     });
@@ -790,7 +790,7 @@ void copy_appended(const Store& store, uint32_t task, const Appended& appended, 
   chain.for_each(f, [&](const std::byte* from, uint64_t bytes, uint32_t count, const std::byte* starts) {
     const size_t at = to->size();
     to->resize(at + bytes);
-    if (bytes != 0) copy_block(to->data() + at, from, bytes, false);
+    copy_block(to->data() + at, from, bytes, false);
     if (sizes == nullptr || count == 0) return;
     uint64_t before = 0;
     for_each_bound(starts, count, bytes, [&](uint32_t k, uint64_t bound) {
