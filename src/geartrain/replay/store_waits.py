@@ -143,8 +143,12 @@ class StoreWaits:
 
     def is_over(self) -> bool:
         """Whether `min_rows` rows can never be there any more, as the store's `finish` was called."""
-        store = self._store
-        return store.plan is not None and store.native.ends_below(self.min_rows)
+        left = self.rows_left()
+        return left is not None and left < self.min_rows
+
+    def rows_left(self) -> int | None:
+        """How many rows can be drawn from now on, as the store's `finish` was called; None if more may come."""
+        return None if self._store.plan is None else self._store.native.rows_left()
 
     def wait_for_groups(self, few: NotEnoughRowsError, until_s: float, may_come: bool) -> None:
         """Waits a moment, after which the groups are counted again.
