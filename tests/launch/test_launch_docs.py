@@ -71,7 +71,7 @@ def test_a_learner_that_starts_before_there_are_rows_waits_for_them(
 @pytest.mark.timeout(600)
 def test_the_job_of_the_page_runs_with_all_of_its_processes(store_name: Callable[[], str], tmp_path: Path) -> None:
     made = files(store_name(), 30, 16)
-    assert list(made) == ["pendulum.toml", "pendulum.py", "evaluate.py"]
+    assert list(made) == ["pendulum.toml", "pendulum.py", "evaluate.py", "grpo.py"]
     check(run(tmp_path, made), 2, 30, 16)
 
 

@@ -12,6 +12,7 @@ import time
 
 import grpo
 import launched_tasks
+import numpy as np
 import preloaded
 import pytest
 from deadlines import patience
@@ -20,6 +21,7 @@ from launch_jobs import TESTS, nobody_is_left, run, text
 from geartrain import launch
 from geartrain.errors import ArgumentError, ProcessDiedError
 from geartrain.launch.job import UNUSABLE
+from geartrain.launch.metrics import Reporter
 from geartrain.launch.resources import host_resources
 from geartrain.launch.worker_role import ERRORS_IN_SEQUENCE, ERRORS_OF_A_ROW, work
 
@@ -106,6 +108,73 @@ async def hang(claim):
         await asyncio.sleep(3600)
     finally:
         print("cancelled", flush=True)
+
+
+def test_a_put_that_waits_for_room_does_not_delay_the_end(store_name):
+    with grpo.new_store(store_name(), span_bytes=1 << 15) as store:
+        grpo.insert(store, [0, 1])
+        for task in ("answer", "ref", "reward", "advantage"):  # the first row keeps most of the room
+            with store.claim(task, 1, output="numpy") as claim:
+                claim.put(large(claim))
+        role = launch.workers("answer", f"{__name__}:large_async", store=store.name, concurrency=1)
+        context = launch.Context()
+        began_s = time.monotonic()
+        context.reporter = Stopping(store)
+        work(context, **role.args)
+        assert not store.closed and time.monotonic() - began_s < patience(10)
+        figures = store.task_stats()["answer"]
+        assert (figures["done"], figures["claimed"]) == (1, 0), "the worker's row is due again"
+
+
+class Stopping(Reporter):
+    """Asks for the end a second after the row was claimed."""
+
+    def __init__(self, store):
+        super().__init__(None, None)
+        self._store, self._claimed_s = store, None
+
+    @property
+    def stop_requests(self):
+        if self._claimed_s is None and self._store.task_stats()["answer"]["claimed"]:
+            self._claimed_s = time.monotonic()
+        return int(self._claimed_s is not None and time.monotonic() > self._claimed_s + 1)
+
+
+def large(claim):
+    n = 2000
+    ids = {"ids": [np.zeros(n, np.int32)], "log_prob": [np.zeros(n, np.float32)], "length": [[n]]}
+    rest = {"ref": np.zeros(n, np.float32), "reward": np.zeros(1, np.float32), "advantage": np.zeros(1, np.float32)}
+    return ids if claim.task == "answer" else {claim.task: rest[claim.task]}
+
+
+async def large_async(claim):
+    return large(claim)
+
+
+def test_a_worker_that_waits_says_which_task_lags(store_name, monkeypatch, capfd):
+    monkeypatch.setattr("geartrain.launch.worker_role._IDLE_S", 0.1)
+    with grpo.new_store(store_name()) as store:
+        grpo.insert(store, range(2))
+        role = launch.workers("reward", f"{__name__}:poisoned", store=store.name)
+        context = launch.Context()
+        context.reporter = Beats(2)
+        work(context, **role.args)
+    assert "'answer' lags by 2 rows, 2 due and 0 claimed by nobody" in capfd.readouterr().out
+
+
+class Beats(Reporter):
+    """Asks for the end after so many heartbeats."""
+
+    def __init__(self, beats):
+        super().__init__(None, None)
+        self._left = beats
+
+    def heartbeat(self):
+        self._left -= 1
+
+    @property
+    def stop_requests(self):
+        return int(self._left < 0)
 
 
 # --- errors of the function -------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ ERRORS_IN_SEQUENCE, ERRORS_OF_A_ROW = 10, 3
 #: Pause after an error. It doubles with each further one.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 #: Period of heartbeats and of looks at `Context.stopping`.
-_BEAT_S = 0.2
+_BEAT_S = 0.5
 #: A process that waits for a due row logs why after this time, and then at four times the time each.
 _IDLE_S = 10.0
 
