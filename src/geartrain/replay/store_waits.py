@@ -176,6 +176,14 @@ class StoreWaits:
         time.sleep(LOOK_EVERY_S)
         self.expire()
 
+    @property
+    def lag(self) -> str:
+        """Which task keeps rows from becoming due, for the end of an error message; nothing for stores without."""
+        store = self._store
+        if store.plan is None or not store.plan.tasks or store.closed:
+            return ""
+        return f"; of the store {store.name!r}, {store.lag_before(len(store.plan.tasks))}"
+
     def describe_groups(self) -> str:
         """Names incomplete groups, for the end of an error message; nothing where groups are not drawn."""
         return ""
@@ -198,7 +206,7 @@ class StoreWaits:
         return (
             f"the store {store.name!r} has {len(store)} selectable rows of {self.min_rows} wanted{steps}"
             f"{self.describe_groups()}; its rate limiter has {store.limiter.state()}; the replay is {self.stage}"
-            f"{store.writers.trouble}"
+            f"{store.writers.trouble}{self.lag}"
         )
 
     def expire(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,27 @@ class AxisBounds(NamedTuple):
     lengths: NDArray[np.int32]
     bounds: NDArray[np.int32]
     parts: NDArray[np.int32] | None
+
+
+class PackedValues(Protocol):
+    """Values of rows as a reader has read them; `geartrain._native.PackedArrays` is one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the fields."""
+        ...
+
+    def field(self, place: int, /) -> NDArray[Any]:
+        """The raw values of a field, by its place among those that were read."""
+        ...
+
+    def strings(self, place: int, /) -> list[Any]:
+        """The same of one that has strings."""
+        ...
+
+    def axis(self, number: int, /) -> tuple[Any, Any, Any]:
+        """The bounds of an axis, by its number in the plan; see `AxisBounds`."""
+        ...
 
 
 class PackedReader:
@@ -119,7 +140,7 @@ class PackedFields(ABC):
     def _rows(self) -> int:
         """How many rows these are."""
 
-    def show(self, names: Sequence[str], found: _native.PackedArrays, taken: Sequence[str]) -> None:
+    def show(self, names: Sequence[str], found: PackedValues, taken: Sequence[str]) -> None:
         """Internal: takes values of `taken`, and bounds of their axes, out of what was read of the fields `names`."""
         for name in taken:
             place, field = names.index(name), self._plan.fields[name]
@@ -130,7 +151,7 @@ class PackedFields(ABC):
             if field.axis is not None:
                 self.show_axis(field.axis, found)
 
-    def show_axis(self, axis: str, found: _native.PackedArrays) -> None:
+    def show_axis(self, axis: str, found: PackedValues) -> None:
         """Internal: takes the bounds of an axis out of what was read."""
         if axis not in self._bounds:
             self._bounds[axis] = AxisBounds(*found.axis(self._plan.axis(axis)))
@@ -386,7 +407,7 @@ def _positions(bounds: NDArray[Any]) -> NDArray[np.int64]:
     return np.arange(bounds[-1], dtype=np.int64) - np.repeat(bounds[:-1].astype(np.int64), np.diff(bounds))
 
 
-def _spread(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def spread(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """All places of runs that begin at `starts`: starts[0], starts[0] + 1, ..., starts[1], ..."""
     ends = np.cumsum(lengths)
     places: NDArray[np.int64] = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
@@ -416,9 +437,9 @@ def _join(names: Sequence[str], values: Sequence[Any], runs: Sequence[_Runs], as
 
     at, before = {}, cu[:-1].copy()
     for name, each, run in zip(names, values, runs, strict=True):
-        at[name] = _spread(before, run.lengths)
+        at[name] = spread(before, run.lengths)
         before += run.lengths
-        out[index(at[name])] = each if run.whole else each[index(_spread(run.starts, run.lengths))]
+        out[index(at[name])] = each if run.whole else each[index(spread(run.starts, run.lengths))]
     mask = np.zeros(total, np.bool_)
     mask[at[names[-1]]] = True
     bounds = cu.astype(np.int32)
@@ -441,4 +462,4 @@ def check_output(output: object) -> Literal["torch", "numpy"]:
     return "torch" if output == "torch" else "numpy"
 
 
-__all__ = ["AxisBounds", "Joined", "PackedFields", "PackedReader", "check_output"]
+__all__ = ["AxisBounds", "Joined", "PackedFields", "PackedReader", "PackedValues", "check_output", "spread"]

@@ -152,7 +152,8 @@ def balanced(cost: Sequence[int], has: NDArray[np.bool_]) -> NDArray[np.int64]:
 
     Rows are given away whole, longest first, each to the replica that has least so far. A row goes to a replica of its
     own host as long as that replica stays within 0.8 % of the mean. Afterwards the replica with most swaps or gives
-    away rows until it is within that, too, or no swap helps. With at least as many rows as replicas every replica gets one.
+    away rows until it is within that, too, or no swap helps. If there are as many rows as replicas, every replica gets
+    one.
 
     Args:
         cost: (n,) whole numbers, 0 or more.
@@ -227,8 +228,6 @@ def _level(
 
 def check_sizes(atoms: Sequence[int], replicas: int, batch_size: int, assignment: Assignment) -> None:
     """Raises `ArgumentError` where a global batch cannot be divided evenly over the replicas, atoms of rows whole.
-
-    Batches that are divided by cost are not divided evenly, and not checked.
 
     Args:
         atoms: rows that stand or fall together, in each store.

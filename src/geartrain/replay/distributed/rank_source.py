@@ -128,6 +128,7 @@ class RankSource(ABC):
 
     def enter(self) -> None:
         """Nothing has to be done on the prefetch thread first."""
+        return
 
     # --- a batch ------------------------------------------------------------------------------------------------
 
@@ -170,7 +171,7 @@ class RankSource(ABC):
     def build_once(
         self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float
     ) -> BuiltBatch:
-        """The batch, drawn once. Raises `TooFewRowsError` or `RowsLostError` on all ranks, where it is to be repeated."""
+        """The batch, drawn once. Raises `TooFewRowsError` or `RowsLostError` on all ranks to have it repeated."""
 
     def ready(self, started: Any) -> bool:
         return True
@@ -197,6 +198,7 @@ class RankSource(ABC):
 
     def restart(self) -> None:
         """No updates wait here."""
+        return
 
     def rewind(self) -> None:
         """Forgets the redraws of later batches, before the state of an earlier one is loaded."""
