@@ -1,10 +1,14 @@
-"""Lengths of a global batch of packed rows, which every rank knows of all ranks."""
+"""`BatchLengths`: the lengths of all rows of a global batch of packed rows, as every rank knows them.
+
+Ranks derive from it, without a message, what they have to have alike: totals over all ranks, and the number of
+micro-batches.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,31 +17,28 @@ from geartrain.core.tasks import RowPlan
 from geartrain.store.packed import PackedFields
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class BatchLengths:
-    """What every rank knows of the whole global batch, in the order of global places, which is the order of the draw.
-
-    Ranks that know the same cut the batch alike without a message.
+    """Lengths of the B rows of a global batch, in the order of their draws. Their numbers in it are global places.
 
     Attributes:
-        rank: (B,) int64, the replica that holds each row.
+        rank: (B,) the replica that has each row.
         me: this replica.
         replicas: number of replicas.
-        lengths: of each axis, (B,) int64: items of each row.
-        parts: of each axis that a field divides, how many parts each row has, (B,) int64, and the items of all parts,
-            row after row.
-        sums: of each bool field with an axis, (B,) int64: how many entries of each row are True.
-        places: (n,) int64, the global place of each row of this replica's batch, in the batch's order.
+        lengths: for each axis (B,) int64, the items of each row.
+        parts: for each axis that a field divides: (B,) int64, the sequences of each row; and the lengths of all these
+            sequences, one row's behind the other's.
+        sums: for each bool field with an axis (B,) int64, how many items of each row are True.
+        places: (n,) int64, the global places of this replica's rows, in the order of its batch.
     """
 
     rank: NDArray[np.int64]
     me: int
     replicas: int
-    lengths: dict[str, NDArray[np.int64]]
-    parts: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
-    sums: dict[str, NDArray[np.int64]]
+    lengths: Mapping[str, NDArray[np.int64]]
+    parts: Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
+    sums: Mapping[str, NDArray[np.int64]]
     places: NDArray[np.int64]
-    warned: bool = field(default=False, init=False, repr=False)  # of a sequence that is too long for a micro-batch
 
     def __len__(self) -> int:
         """Rows of the global batch."""
@@ -47,7 +48,7 @@ class BatchLengths:
 def lengths_of_one(
     batch: PackedFields, plan: RowPlan, names: Iterable[str], axes: Iterable[str], n: int
 ) -> BatchLengths:
-    """The same of a batch that one replica has all of.
+    """Lengths of a batch that is the whole global batch.
 
     Args:
         batch: the values.
@@ -66,14 +67,14 @@ def lengths_of_one(
             parts[axis] = counts, np.diff(bounds.parts).astype(np.int64)
     for name in names:
         found = plan.fields[name]
-        if found.axis is not None and found.dtype == "bool":
+        if found.axis is not None and found.dtype == "bool" and not found.shape:
             sums[name] = _true_items(batch[name], batch.bounds_of(found.axis).bounds)
     here = np.arange(n, dtype=np.int64)
     return BatchLengths(np.zeros(n, np.int64), 0, 1, lengths, parts, sums, here)
 
 
 def _true_items(values: object, bounds: NDArray[np.int32]) -> NDArray[np.int64]:
-    """How many entries are True in each run."""
+    """How many items are True in each run."""
     array = values if isinstance(values, np.ndarray) else values.cpu().numpy()  # type: ignore[attr-defined]
     at = bounds.tolist()
     counts = [np.count_nonzero(array[begin:end]) for begin, end in itertools.pairwise(at)]

@@ -45,10 +45,11 @@ def mini_batches(
 def _mini_batches(
     batch: PackedFields, known: BatchLengths, step: int, n: int, epochs: int, seed: int
 ) -> Iterator[MiniBatch]:
+    warned: list[str] = []
     for epoch in range(epochs):
         order = _shuffled(len(known), seed, step, epoch)
         for begin in range(0, len(known), n):
-            yield MiniBatch(batch, known, order[begin : begin + n])
+            yield MiniBatch(batch, known, order[begin : begin + n], warned)
 
 
 def _shuffled(n: int, seed: int, step: int, epoch: int) -> NDArray[np.int64]:
@@ -66,7 +67,7 @@ class MiniBatch(SelectedFields):
     else that packed fields have. A rank may have none of the rows.
 
     Args:
-        batch, known, places: set by `mini_batches`.
+        batch, known, places, warned: set by `mini_batches`.
 
     Examples:
         >>> import geartrain as gt
@@ -80,12 +81,13 @@ class MiniBatch(SelectedFields):
         >>> store.close()
     """
 
-    def __init__(self, batch: PackedFields, known: BatchLengths, places: NDArray[np.int64]) -> None:
+    def __init__(self, batch: PackedFields, known: BatchLengths, places: NDArray[np.int64], warned: list[str]) -> None:
         self._member = np.zeros(len(known), bool)  # of each row of the global batch
         self._member[places] = True
         super().__init__(batch, np.flatnonzero(self._member[known.places]))
         self._batch = batch
         self._known = known
+        self._warned = warned  # of a sequence that is too long: once for all mini-batches
         self._global_rows = len(places)
 
     def __len__(self) -> int:
@@ -158,13 +160,12 @@ class MiniBatch(SelectedFields):
         counts = np.bincount(row_of, minlength=len(known))
         mine = spread((np.cumsum(counts) - counts)[known.places], counts[known.places])
         own, among = costs[mine], np.flatnonzero(chosen[mine])
-        if len(among) and not known.warned and (longest := int(own[among].max())) > most:
-            known.warned = True
-            warnings.warn(
+        if len(among) and not self._warned and (longest := int(own[among].max())) > most:
+            self._warned.append(
                 f"a sequence has {longest} items of {some_of(axes)}, more than max_items={most}: it has a micro-batch "
-                f"for itself. To avoid this, raise max_items or drop such rows before they are trained",
-                stacklevel=2,
+                f"for itself. To avoid this, raise max_items or drop such rows before they are trained"
             )
+            warnings.warn(self._warned[0], stacklevel=2)
         order, sorted_costs = _longest_first(own[among])
         bins = [np.sort(among[order[each]]) for each in _balanced(sorted_costs, number, most, packed[known.me])]
         return self._micro_batches(axes, by, bins, _stand_in(own, among), number)

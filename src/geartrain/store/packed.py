@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,27 @@ class AxisBounds(NamedTuple):
     lengths: NDArray[np.int32]
     bounds: NDArray[np.int32]
     parts: NDArray[np.int32] | None
+
+
+class PackedValues(Protocol):
+    """Values of rows as a reader has read them; `geartrain._native.PackedArrays` is one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the fields."""
+        ...
+
+    def field(self, place: int, /) -> NDArray[Any]:
+        """The raw values of a field, by its place among those that were read."""
+        ...
+
+    def strings(self, place: int, /) -> list[Any]:
+        """The same of one that has strings."""
+        ...
+
+    def axis(self, number: int, /) -> tuple[Any, Any, Any]:
+        """The bounds of an axis, by its number in the plan; see `AxisBounds`."""
+        ...
 
 
 class PackedReader:
@@ -119,7 +140,7 @@ class PackedFields(ABC):
     def _rows(self) -> int:
         """How many rows these are."""
 
-    def show(self, names: Sequence[str], found: _native.PackedArrays, taken: Sequence[str]) -> None:
+    def show(self, names: Sequence[str], found: PackedValues, taken: Sequence[str]) -> None:
         """Internal: takes values of `taken`, and bounds of their axes, out of what was read of the fields `names`."""
         for name in taken:
             place, field = names.index(name), self._plan.fields[name]
@@ -130,7 +151,7 @@ class PackedFields(ABC):
             if field.axis is not None:
                 self.show_axis(field.axis, found)
 
-    def show_axis(self, axis: str, found: _native.PackedArrays) -> None:
+    def show_axis(self, axis: str, found: PackedValues) -> None:
         """Internal: takes the bounds of an axis out of what was read."""
         if axis not in self._bounds:
             self._bounds[axis] = AxisBounds(*found.axis(self._plan.axis(axis)))
@@ -613,4 +634,13 @@ def check_output(output: object) -> Literal["torch", "numpy"]:
     return "torch" if output == "torch" else "numpy"
 
 
-__all__ = ["AxisBounds", "Joined", "PackedFields", "PackedReader", "SelectedFields", "check_output", "spread"]
+__all__ = [
+    "AxisBounds",
+    "Joined",
+    "PackedFields",
+    "PackedReader",
+    "PackedValues",
+    "SelectedFields",
+    "check_output",
+    "spread",
+]
