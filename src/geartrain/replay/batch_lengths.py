@@ -7,8 +7,8 @@ micro-batches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,28 +17,31 @@ from geartrain.core.tasks import RowPlan
 from geartrain.store.packed import PackedFields
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class BatchLengths:
-    """Lengths of the B rows of a global batch, in the order of their draws. Their numbers in it are global places.
+    """What every rank knows of the whole global batch, in the order of global places, which is the order of the draw.
+
+    Ranks that know the same cut the batch alike without a message.
 
     Attributes:
-        rank: (B,) the replica that has each row.
+        rank: (B,) int64, the replica that holds each row.
         me: this replica.
         replicas: number of replicas.
-        lengths: for each axis (B,) int64, the items of each row.
-        parts: for each axis that a field divides: (B,) int64, the sequences of each row; and the lengths of all these
-            sequences, one row's behind the other's.
-        sums: for each bool field with an axis (B,) int64, how many items of each row are True.
-        places: (n,) int64, the global places of this replica's rows, in the order of its batch.
+        lengths: of each axis, (B,) int64: items of each row.
+        parts: of each axis that a field divides, how many parts each row has, (B,) int64, and the items of all parts,
+            row after row.
+        sums: of each bool field with an axis, (B,) int64: how many items of each row are True.
+        places: (n,) int64, the global place of each row of this replica's batch, in the batch's order.
     """
 
     rank: NDArray[np.int64]
     me: int
     replicas: int
-    lengths: Mapping[str, NDArray[np.int64]]
-    parts: Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
-    sums: Mapping[str, NDArray[np.int64]]
+    lengths: dict[str, NDArray[np.int64]]
+    parts: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
+    sums: dict[str, NDArray[np.int64]]
     places: NDArray[np.int64]
+    warned: bool = field(default=False, init=False, repr=False)  # of a sequence that is too long for a micro-batch
 
     def __len__(self) -> int:
         """Rows of the global batch."""
@@ -48,7 +51,7 @@ class BatchLengths:
 def lengths_of_one(
     batch: PackedFields, plan: RowPlan, names: Iterable[str], axes: Iterable[str], n: int
 ) -> BatchLengths:
-    """Lengths of a batch that is the whole global batch.
+    """The same of a batch that one replica has all of.
 
     Args:
         batch: the values.

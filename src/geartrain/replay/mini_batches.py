@@ -45,11 +45,10 @@ def mini_batches(
 def _mini_batches(
     batch: PackedFields, known: BatchLengths, step: int, n: int, epochs: int, seed: int
 ) -> Iterator[MiniBatch]:
-    warned: list[str] = []
     for epoch in range(epochs):
         order = _shuffled(len(known), seed, step, epoch)
         for begin in range(0, len(known), n):
-            yield MiniBatch(batch, known, order[begin : begin + n], warned)
+            yield MiniBatch(batch, known, order[begin : begin + n])
 
 
 def _shuffled(n: int, seed: int, step: int, epoch: int) -> NDArray[np.int64]:
@@ -67,7 +66,7 @@ class MiniBatch(SelectedFields):
     else that packed fields have. A rank may have none of the rows.
 
     Args:
-        batch, known, places, warned: set by `mini_batches`.
+        batch, known, places: set by `mini_batches`.
 
     Examples:
         >>> import geartrain as gt
@@ -81,13 +80,12 @@ class MiniBatch(SelectedFields):
         >>> store.close()
     """
 
-    def __init__(self, batch: PackedFields, known: BatchLengths, places: NDArray[np.int64], warned: list[str]) -> None:
+    def __init__(self, batch: PackedFields, known: BatchLengths, places: NDArray[np.int64]) -> None:
         self._member = np.zeros(len(known), bool)  # of each row of the global batch
         self._member[places] = True
         super().__init__(batch, np.flatnonzero(self._member[known.places]))
         self._batch = batch
         self._known = known
-        self._warned = warned  # of a sequence that is too long: once for all mini-batches
         self._global_rows = len(places)
 
     def __len__(self) -> int:
@@ -100,7 +98,7 @@ class MiniBatch(SelectedFields):
         """How many there are in the mini-batch over all ranks. No messages are sent.
 
         Args:
-            name: a bool field with an axis: its entries that are True, such as the tokens that a loss counts; an axis:
+            name: a bool field of one flag an item: the items that are True, such as the tokens that a loss counts; an axis:
                 its items; "rows": rows. A field goes before an axis of the same name, and an axis before "rows".
 
         Raises:
@@ -153,21 +151,21 @@ class MiniBatch(SelectedFields):
         row_of, costs = self._all_sequences(axes, by)
         chosen = self._member[row_of]
         rank = known.rank[row_of]
-        packed = [_packed(_longest_first(costs[chosen & (rank == r)])[1], most) for r in range(known.replicas)]
-        number = max(map(len, packed))
+        number = max(len(_packed(_longest_first(costs[chosen & (rank == r)])[1], most)) for r in range(known.replicas))
 
         # From here on this rank's sequences, in the order of its batch.
         counts = np.bincount(row_of, minlength=len(known))
         mine = spread((np.cumsum(counts) - counts)[known.places], counts[known.places])
         own, among = costs[mine], np.flatnonzero(chosen[mine])
-        if len(among) and not self._warned and (longest := int(own[among].max())) > most:
-            self._warned.append(
+        if len(among) and not known.warned and (longest := int(own[among].max())) > most:
+            known.warned = True
+            warnings.warn(
                 f"a sequence has {longest} items of {some_of(axes)}, more than max_items={most}: it has a micro-batch "
-                f"for itself. To avoid this, raise max_items or drop such rows before they are trained"
+                f"for itself. To avoid this, raise max_items or drop such rows before they are trained",
+                stacklevel=2,
             )
-            warnings.warn(self._warned[0], stacklevel=2)
         order, sorted_costs = _longest_first(own[among])
-        bins = [np.sort(among[order[each]]) for each in _balanced(sorted_costs, number, most, packed[known.me])]
+        bins = [np.sort(among[order[each]]) for each in _balanced(sorted_costs, number, most)]
         return self._micro_batches(axes, by, bins, _stand_in(own, among), number)
 
     def _micro_batches(
@@ -286,11 +284,9 @@ def _longest_first(costs: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[in
 
 
 def _packed(costs: list[int], most: int) -> list[list[int]]:
-    """About as few bins as possible, by best fit: each cost to the bin that has least room for it.
+    """Bins of numbers of costs, which are given in descending order, by best fit: about as few as possible.
 
-    Args:
-        costs: in descending order.
-        most: largest sum of a bin of two or more.
+    A cost above `most` has a bin for itself.
     """
     bins: list[list[int]] = []
     room: list[int] = []  # what is left in each bin, ascending, with the bin's number below
@@ -308,14 +304,13 @@ def _packed(costs: list[int], most: int) -> list[list[int]]:
     return bins
 
 
-def _balanced(costs: list[int], number: int, most: int, packed: list[list[int]]) -> list[list[int]]:
-    """So many bins of about equal costs: each cost to the bin that has least. Fewer bins if there are fewer costs.
+def _balanced(costs: list[int], number: int, most: int) -> list[list[int]]:
+    """`number` bins of about equal costs, or fewer if there are fewer costs; each with at most `most`, as `_packed`.
 
     Args:
         costs: in descending order.
-        number: how many bins, at least as many as there are in `packed`.
+        number: at least as many as `_packed` needs.
         most: largest sum of a bin of two or more.
-        packed: bins that hold to it. They are split if costs are too tight to be balanced.
     """
     number = min(number, len(costs))
     bins = [[i] for i in range(number)]
@@ -330,7 +325,7 @@ def _balanced(costs: list[int], number: int, most: int, packed: list[list[int]])
         heapq.heapreplace(loads, least)
     else:
         return bins
-    bins = list(packed)
+    bins = _packed(costs, most)  # tighter
     while len(bins) < number:
         fullest = max(range(len(bins)), key=lambda each: len(bins[each]))
         bins.append(bins[fullest][1::2])

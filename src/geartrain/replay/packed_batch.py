@@ -128,25 +128,14 @@ class PackedBatch(PackedFields, Batch):
         bounds = {axis: self.bounds_of(axis) for axis in self._known_axes()}
         described = {name: None if value is None else change(value) for name, value in _metadata_of(metadata).items()}
         return _made(
-            self._plan, self._output, self._names, shown, bounds, self.keys, described, self.step, None, self._digest
+            self._plan, self._output, self._names, shown, bounds, self.keys, described, self.step, digest=self._digest
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         bounds = {axis: self.bounds_of(axis) for axis in self._known_axes()}
         described = _metadata_of(self)
-        shown, digest = self.fields, self._digest
-        return _made, (
-            self._plan,
-            self._output,
-            self._names,
-            shown,
-            bounds,
-            self.keys,
-            described,
-            self.step,
-            None,
-            digest,
-        )
+        about = (self.keys, described, self.step, None, self._digest)
+        return _made, (self._plan, self._output, self._names, self.fields, bounds, *about)
 
     def __repr__(self) -> str:
         return f"PackedBatch({len(self)} rows: {some_of(self._names)})"
