@@ -30,7 +30,7 @@ class BatchLengths:
         lengths: of each axis, (B,) int64: items of each row.
         parts: of each axis that a field divides, how many parts each row has, (B,) int64, and the items of all parts,
             row after row.
-        sums: of each bool field with an axis, (B,) int64: how many entries of each row are True.
+        sums: of each bool field with an axis, (B,) int64: how many items of each row are True.
         places: (n,) int64, the global place of each row of this replica's batch, in the batch's order.
     """
 
@@ -70,14 +70,14 @@ def lengths_of_one(
             parts[axis] = counts, np.diff(bounds.parts).astype(np.int64)
     for name in names:
         found = plan.fields[name]
-        if found.axis is not None and found.dtype == "bool":
+        if found.axis is not None and found.dtype == "bool" and not found.shape:
             sums[name] = _true_items(batch[name], batch.bounds_of(found.axis).bounds)
     here = np.arange(n, dtype=np.int64)
     return BatchLengths(np.zeros(n, np.int64), 0, 1, lengths, parts, sums, here)
 
 
 def _true_items(values: object, bounds: NDArray[np.int32]) -> NDArray[np.int64]:
-    """How many entries are True in each run."""
+    """How many items are True in each run."""
     array = values if isinstance(values, np.ndarray) else values.cpu().numpy()  # type: ignore[attr-defined]
     at = bounds.tolist()
     counts = [np.count_nonzero(array[begin:end]) for begin, end in itertools.pairwise(at)]

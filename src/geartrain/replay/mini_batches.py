@@ -98,7 +98,7 @@ class MiniBatch(SelectedFields):
         """How many there are in the mini-batch over all ranks. No messages are sent.
 
         Args:
-            name: a bool field with an axis: its entries that are True, such as the tokens that a loss counts; an axis:
+            name: a bool field of one flag an item: the items that are True, such as the tokens that a loss counts; an axis:
                 its items; "rows": rows. A field goes before an axis of the same name, and an axis before "rows".
 
         Raises:

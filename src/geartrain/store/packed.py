@@ -423,7 +423,9 @@ class SelectedFields(PackedFields):
         self._row_of = numbers  # of each sequence its row
         if by is not None:
             self._row_of = np.searchsorted(source.bounds_of(by).bounds, numbers, side="right") - 1
-        self._row_numbers, self._counts = np.unique(self._row_of, return_counts=True)
+        firsts = np.flatnonzero(np.diff(self._row_of, prepend=-1))
+        self._row_numbers = self._row_of[firsts]
+        self._counts = np.diff(firsts, append=len(numbers))  # sequences of each row
         self._at: dict[str | None, NDArray[Any]] = {}  # by axis: where the items are in the source
         self._moved: dict[str | None, Any] = {}  # the same as tensors
 
