@@ -668,8 +668,7 @@ void bind_tasks(nb::class_<Store>& store) {
       .def("task_figures", &task_figures)
       .def("oldest_claim", &oldest_claim)
       .def("occupancy", [](const Store& s) { return released(s, [&] { return tasks_of(s).occupancy(); }); })
-      .def("ends_below",
-           [](Store& s, uint64_t rows) { return released(s, [&] { return tasks_of(s).ends_below(rows); }); })
+      .def("rows_left", [](Store& s) { return released(s, [&] { return tasks_of(s).rows_left(); }); })
       .def("end_inserts", [](Store& s) { released(s, [&] { tasks_of(s).end_inserts(); }); })
       .def("is_over", [](const Store& s, uint32_t task) {
         return released(s, [&] {

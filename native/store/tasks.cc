@@ -1129,13 +1129,14 @@ bool Tasks::is_over(uint32_t task) const {
   return none_left() && store_.control().writing_count == 0;
 }
 
-bool Tasks::ends_below(uint64_t rows) {
-  if (table_->finished.load(std::memory_order_acquire) == 0) return false;
+std::optional<uint64_t> Tasks::rows_left() {
+  if (table_->finished.load(std::memory_order_acquire) == 0) return std::nullopt;
   const Store::Guard guard(store_);
   const Control& c = store_.control();
   const uint64_t left =
       count_ == 0 ? store_.committed_count() : figures(last()).remaining.load(kRelaxed) - c.exhausted_count;
-  return c.writing_count == 0 && left < rows;
+  if (c.writing_count != 0) return std::nullopt;
+  return left;
 }
 
 void Tasks::end_inserts() {

@@ -175,8 +175,8 @@ class Tasks {
   void await_space(uint32_t seen, double timeout_s);
   // Whether no row can become due for the task any more, as finish() was called and all rows are through.
   bool is_over(uint32_t task) const;  // takes the lock where it seems so
-  // Whether fewer rows than so many can be drawn from now on, however long one waits, as finish() was called.
-  bool ends_below(uint64_t rows);
+  // How many rows can be drawn from now on, however long one waits, as finish() was called; none if more may come.
+  std::optional<uint64_t> rows_left();
   // No more rows are inserted: loops end when they have nothing to do any more.
   void end_inserts();
 

@@ -77,7 +77,7 @@ class LocalRows:
         self._per_step = samplers[0].plan.store.per_step
         self._first = True  # batch of a run
         self._later = LaterUpdates[list[PriorityUpdate]](extra_lag) if extra_lag else None
-        self._read = 0  # rows
+        self._read = self._packed_bytes = 0  # rows, and of packed ones their fields
         if update_lag is not None:
             for sampler in samplers:
                 sampler.join_group()
@@ -101,7 +101,9 @@ class LocalRows:
             rows, found, last = self.samplers[0].sample_packed(self.rows, step, state[0], admission)
             self._read += len(rows)
             output = self.samplers[0].plan.output
-            batch = sampled_packed(reader, output, found, rows, self.store_ids[0], step)
+            self._packed_bytes += found.nbytes
+            of_job = self.update_lag is not None
+            batch = sampled_packed(reader, output, found, rows, self.store_ids[0], step, of_job=of_job)
             return BuiltBatch(batch, [last], admission=admission)
         if self.mixed:
             rows = self.samplers[0].empty_batch(self.rows, shards=True)
@@ -178,8 +180,10 @@ class LocalRows:
         """Where any number of ranks would make the batches, with the figures of ranks."""
         if self.update_lag is None:
             return {}
-        local_bytes = self._read * sum(self.samplers[0].arrays.values())
-        return {**_OF_RANKS, "local_bytes": local_bytes, "local_share": 1.0, "fetch_s": make_s}
+        figures = {**_OF_RANKS, "local_share": 1.0, "fetch_s": make_s}
+        if self.samplers[0].packed is not None:
+            return {**figures, "local_bytes": self._packed_bytes, "balance": 1.0, "balance_newest": 1.0}
+        return {**figures, "local_bytes": self._read * sum(self.samplers[0].arrays.values())}
 
     def describe(self) -> list[dict[str, Any]]:
         return []

@@ -34,6 +34,7 @@ from geartrain.replay.batch_loader import LEAVE_S, BatchLoader, close_here
 from geartrain.replay.builder import given_priorities
 from geartrain.replay.builder_choice import open_builder
 from geartrain.replay.config import DATASET, ReplayConfig, ReplayOptions, seeded_selection, stores_of
+from geartrain.replay.cost import Cost
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import RankGroup
@@ -65,7 +66,7 @@ class Replay:
 
     The store may have axes or tasks (docs/tasks.md). Its batches are packed: values of rows one behind the other,
     without a mask. Iteration then ends when `store.finish()` was called and fewer rows than a batch needs are left.
-    Such a replay takes no window, view, device, group, mesh or update_lag.
+    Such a replay takes no window, view, device, mesh or update_lag.
 
     Any thread may ask for a batch; they take turns. `update_priorities` and `close` may be called at any time from any
     thread. `close` ends a `sample` that waits with `StoreClosedError`. After a fork the child has its own replay, at
@@ -116,6 +117,9 @@ class Replay:
             both.
         assignment: "local_first" prefers rows of the rank's own host, "ordered" gives replica i the i-th slice of the
             global batch.
+        balance: for stores with axes: the name of an axis, such as "tokens". Every rank then gets whole rows with about
+            the same number of these items in all, and ranks have different numbers of rows. `geartrain.Cost` counts
+            the square of a sequence as well. By default every rank gets the same number of rows.
         device: where batches go: host memory by default, "cuda", "cuda:1", or `geartrain.DeviceOptions`. The tensors
             are ready for the current stream; the host does not wait for the copy (docs/gpu.md).
         seed: seed for strategies without one. In a mixture each strategy gets a seed derived from it.
@@ -184,6 +188,7 @@ class Replay:
         inputs: Sequence[str] | None = None,
         targets: Sequence[str] | None = None,
         assignment: Assignment = "local_first",
+        balance: str | Cost | None = None,
         device: str | torch.device | DeviceOptions | None = None,
         seed: int = 0,
         view: Transitions | None = None,
@@ -210,6 +215,7 @@ class Replay:
             inputs=inputs,
             targets=targets,
             assignment=assignment,
+            balance=balance,
             device=device if device is None or isinstance(device, DeviceOptions) else DeviceOptions(device),
             seed=seed,
             view=view,
@@ -228,7 +234,9 @@ class Replay:
         self._closed = False  # from the beginning of `close` on
         self._released = False  # at its end
         self._consumed = ConsumerFigures()
-        self._passes_end = isinstance(self.selection, Epochs) and not self.selection.drop_last
+        # Whether batches of this rank may have other numbers of rows than `rows` of the builder.
+        self._differs = isinstance(self.selection, Epochs) and not self.selection.drop_last
+        self._differs |= balance is not None
         _replays.add(self)
         try:
             register(self, "replay", _figures)
@@ -341,7 +349,7 @@ class Replay:
         consumed.last_s = last_s = time.perf_counter()
         consumed.wait_s += last_s - asked_s
         consumed.batches += 1
-        if self._passes_end:
+        if self._differs:
             consumed.short += self._builder.rows - len(batch)
         consumed.nbytes += batch.nbytes
         if trace.on:
@@ -481,6 +489,7 @@ class Replay:
         | received_bytes, sent_bytes | over ranks: fields from and for other ranks |
         | selection_bytes | over ranks: bytes sent to agree on batches |
         | select_s, fetch_s, exchange_s | over ranks: time by stage |
+        | balance, balance_newest | over ranks, packed batches: largest cost of a rank over the mean; of the newest |
         | peers_by_shm, peers_by_tcp, peers_by_nixl, peers_by_gloo | over ranks: ranks reached by each transport |
         """
         more = self._builder.stats()

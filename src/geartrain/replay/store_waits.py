@@ -149,8 +149,12 @@ class StoreWaits:
 
     def is_over(self) -> bool:
         """Whether `min_rows` rows can never be there any more, as the store's `finish` was called."""
-        store = self._store
-        return store.plan is not None and store.native.ends_below(self.min_rows)
+        left = self.rows_left()
+        return left is not None and left < self.min_rows
+
+    def rows_left(self) -> int | None:
+        """How many rows can be drawn from now on, as the store's `finish` was called; None if more may come."""
+        return None if self._store.plan is None else self._store.native.rows_left()
 
     def wait_for_groups(self, few: NotEnoughRowsError, until_s: float, may_come: bool) -> None:
         """Waits a moment, after which the groups are counted again.
@@ -178,6 +182,14 @@ class StoreWaits:
         time.sleep(LOOK_EVERY_S)
         self.expire()
 
+    @property
+    def lag(self) -> str:
+        """Which task keeps rows from becoming due, for the end of an error message; nothing for stores without."""
+        store = self._store
+        if store.plan is None or not store.plan.tasks or store.closed:
+            return ""
+        return f"; of the store {store.name!r}, {store.lag_before(len(store.plan.tasks))}"
+
     def describe_groups(self) -> str:
         """Names incomplete groups, for the end of an error message; nothing where groups are not drawn."""
         return ""
@@ -200,7 +212,7 @@ class StoreWaits:
         return (
             f"the store {store.name!r} has {len(store)} selectable rows of {self.min_rows} wanted{steps}"
             f"{self.describe_groups()}; its rate limiter has {store.limiter.state()}; the replay is {self.stage}"
-            f"{store.writers.trouble}"
+            f"{store.writers.trouble}{self.lag}"
         )
 
     def expire(self) -> None:

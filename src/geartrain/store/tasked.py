@@ -472,22 +472,32 @@ class TaskedStore(WritableStore):
             if timeout_s is not None and waited_s >= timeout_s:
                 raise WaitTimeoutError(
                     f"no row of the store {self.name!r} was due for {task!r} within {timeout_s:g} s: "
-                    f"{self._lag(number)}"
+                    f"{self.lag_before(number)}"
                 )
             if waited_s >= word_s:
                 import logging
 
                 logging.getLogger(__name__).warning(
-                    "no row of the store %r was due for %r for %.0f s: %s", self.name, task, waited_s, self._lag(number)
+                    "no row of the store %r was due for %r for %.0f s: %s",
+                    self.name,
+                    task,
+                    waited_s,
+                    self.lag_before(number),
                 )
                 word_s *= 4
 
-    def _lag(self, number: int) -> str:
-        """Which task keeps rows from becoming due for a task, and who holds its oldest claim, in words."""
+    def lag_before(self, number: int) -> str:
+        """Internal: which task keeps rows from becoming due for a task, and who holds its oldest claim, in words.
+
+        Args:
+            number: of the task. The last one has no claims, and is waited for by replays.
+        """
         plan = self._tasks_plan()
         names = list(plan.tasks)
         figures = self.native.task_figures()
-        waits = {each: figures["tasks"][each - 1] for each in (*sorted(plan.before(number) - {0}), number)}
+        waits = {each: figures["tasks"][each - 1] for each in sorted({*plan.before(number), number} - {0, len(names)})}
+        if not waits:
+            return "insert more rows, or call finish() if there are no more"
         lagging = max(waits, key=lambda each: waits[each]["due"] + waits[each]["claimed"])
         rows = waits[lagging]["due"] + waits[lagging]["claimed"]
         if rows == 0:
