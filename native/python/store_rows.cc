@@ -190,12 +190,13 @@ uint64_t remove(Store& store, const In<uint32_t>& rows, const In<uint32_t>& gene
   return released(store, [&] { return store.remove(own_rows, view(generations)); });
 }
 
-nb::object count_samples(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
+// (taken, how many are in flight now until `finished`)
+nb::tuple count_samples(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
   check_pairs(rows, generations);
   std::vector<uint8_t> taken(rows.size());
   const std::vector<uint32_t> own_rows = copied(rows);
-  released(store, [&] { store.count_samples(own_rows, view(generations), taken); });
-  return to_numpy(std::move(taken));
+  const uint64_t used_up = released(store, [&] { return store.count_samples(own_rows, view(generations), taken); });
+  return nb::make_tuple(to_numpy(std::move(taken)), used_up);
 }
 
 void release_exhausted(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
