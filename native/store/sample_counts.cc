@@ -3,12 +3,14 @@
 #include "base/errors.h"
 #include "store/remover_heap.h"
 #include "store/store.h"
+#include "store/tasks.h"
 
 namespace geartrain {
 
 void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
-                          std::span<uint8_t> taken) {
+                          std::span<uint8_t> taken, const Taking* taking) {
   check_rows(rows);
+  if (taking != nullptr) check_taking(*taking, rows.size());
   if (read_only() && header().max_times_sampled == 0) {  // not counted
     check_open();
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -49,12 +51,27 @@ void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32
       unlink_order(row);
       set_bit(sums, row, false);
       control().committed_count.fetch_sub(1, kRelaxed);
-      hold(row, client_slot_, RowState::exhausted);
+      if (taking != nullptr) {
+        tasks_->take(row, {taking->step, taking->places[i]}, priority_of(word));
+      } else {
+        hold(row, client_slot_, RowState::exhausted);
+      }
       set_priority_locked(row, 0);
       if (per_step()) clear_steps(sums, row, generation_of(word) + 1);
     }
   }
   count(control().counters.sampled, counted);
+}
+
+void Store::check_taking(const Taking& taking, size_t rows) const {
+  if (tasks_ == nullptr || tasks_->count() == 0 || header().max_times_sampled != 1) {
+    fail(ErrorKind::schema, "rows are kept until they are saved in stores with tasks and max_times_sampled=1 alone");
+  }
+  if (taking.places.size() != rows) fail(ErrorKind::schema, "as many places as rows are needed");
+  if (taking.step >= kMaxTakenSteps) fail(ErrorKind::schema, "steps are below 2^40, found ", taking.step);
+  for (const uint32_t place : taking.places) {
+    if (place >= kMaxPlaces) fail(ErrorKind::schema, "a batch has up to 2^22 places, found ", place);
+  }
 }
 
 void Store::release_exhausted(std::span<const uint32_t> rows, std::span<const uint32_t> generations) {

@@ -20,7 +20,7 @@ from geartrain.replay.batch import METADATA, Array, Batch, unknown_field
 from geartrain.replay.native_batch import keys_of
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Selection, strategies_of
-from geartrain.selection.strategy import traits_of
+from geartrain.selection.strategy import ORDERS, traits_of
 from geartrain.store.packed import AxisBounds, PackedFields, PackedReader
 from geartrain.store.store import Store
 
@@ -166,6 +166,7 @@ def packed_batch(
     keys: Keys,
     rows: _native.SampledBatch | None = None,
     step: int | None = None,
+    probability: float | None = None,
 ) -> PackedBatch:
     """A batch of rows that were read.
 
@@ -176,13 +177,15 @@ def packed_batch(
         keys: keys of the rows.
         rows: metadata of a sampled batch; None for rows that were fetched by key.
         step: number of the batch.
+        probability: without metadata, what each row was drawn with; None if rows were not drawn.
     """
     n = len(keys)
+    drawn_with = None if probability is None else np.full(n, probability)
     metadata: dict[str, Any] = {
         "start": np.zeros(n, np.int32),
         "length": np.ones(n, np.int32),
         "version": found.versions(),
-        "probability": None if rows is None else rows.probability(),
+        "probability": drawn_with if rows is None else rows.probability(),
         "importance_weights": None if rows is None else rows.importance_weights(),
     }
     if output == "torch":
@@ -202,6 +205,16 @@ def sampled_packed(
 ) -> PackedBatch:
     """The batch of a replay's step."""
     return packed_batch(reader, output, found, keys_of(rows, [store_id]), rows, step)
+
+
+def repeated_packed(
+    reader: PackedReader, output: str, found: _native.PackedArrays, keys: Keys, step: int, form: str
+) -> PackedBatch:
+    """The batch of a replay's step that is drawn again.
+
+    The probability is 1 in an order. Otherwise it is not known any more, and NaN.
+    """
+    return packed_batch(reader, output, found, keys, step=step, probability=1.0 if form in ORDERS else np.nan)
 
 
 def fetch_packed(
@@ -264,4 +277,4 @@ def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayCo
     return True
 
 
-__all__ = ["PackedBatch", "check_packed", "fetch_packed", "packed_batch", "sampled_packed"]
+__all__ = ["PackedBatch", "check_packed", "fetch_packed", "packed_batch", "repeated_packed", "sampled_packed"]
