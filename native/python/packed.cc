@@ -51,6 +51,13 @@ class PackedArrays {
     }
     return made;
   }
+  // Where the text of each string begins in `field`, and the last one's ends: (items + 1,).
+  nb::object string_bounds(size_t i) const {
+    check_field(i);
+    if (!is_strings(i)) fail(ErrorKind::schema, "field ", i, " has no strings");
+    const PackedRows::FieldValues& values = rows_.field(i);
+    return memory_->array(values.bounds, {values.bounds.size()});
+  }
   // Of an axis by its number: (lengths (n,), where rows begin (n + 1,), where parts begin or None), int32.
   nb::tuple axis(uint32_t number) const {
     const auto& axes = kind_->plan.axes();
@@ -120,6 +127,7 @@ void bind_packed(nb::module_& module) {
       .def_prop_ro("nbytes", &PackedArrays::nbytes)
       .def("field", &PackedArrays::field)
       .def("strings", &PackedArrays::strings)
+      .def("string_bounds", &PackedArrays::string_bounds)
       .def("axis", &PackedArrays::axis)
       .def("torn", &PackedArrays::torn)
       .def("unready", &PackedArrays::unready)

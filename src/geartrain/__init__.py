@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from geartrain.core.tasks import Task
     from geartrain.launch.actor_pool import ActorPool
     from geartrain.replay.batch import Batch
+    from geartrain.replay.cost import Cost
     from geartrain.replay.device.options import DeviceOptions
     from geartrain.replay.distributed.checkpoint import load_checkpoint, save_checkpoint
     from geartrain.replay.distributed.placement import Placement
@@ -58,6 +59,7 @@ _NAMES = {
     "Bytes": ("geartrain.core.schema", "Bytes"),
     "Claim": ("geartrain.store.claims", "Claim"),
     "ClaimedRow": ("geartrain.store.claims", "ClaimedRow"),
+    "Cost": ("geartrain.replay.cost", "Cost"),
     "Field": ("geartrain.core.schema", "Field"),
     "Hindsight": ("geartrain.replay.hindsight", "Hindsight"),
     "Keys": ("geartrain.core.keys", "Keys"),
@@ -94,6 +96,7 @@ __all__ = [
     "Bytes",
     "Claim",
     "ClaimedRow",
+    "Cost",
     "Field",
     "Hindsight",
     "Keys",

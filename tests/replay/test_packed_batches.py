@@ -168,7 +168,6 @@ def test_stores_with_axes_alone_are_drawn_from_again_and_again() -> None:
         {"update_lag": 2},
         {"device": "cuda"},
         {"inputs": ["ids"]},
-        {"group": object()},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -118,7 +118,7 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "task_figures": (),
     "oldest_claim": (1,),
     "occupancy": (),
-    "ends_below": (1,),
+    "rows_left": (),
     "end_inserts": (),
     "is_over": (1,),
 }
@@ -141,7 +141,7 @@ READS_STEPS = {"step_priorities", "sums_of_steps", "copy_step_priorities"}
 #: Of stores with axes or tasks: any other store says that it has none.
 OF_TASKS = {
     "insert_with_spans", "claim_rows", "release_rows", "drop_rows", "owned_rows", "lengths_of_rows", "write_rows",
-    "appended_parts", "task_figures", "oldest_claim", "occupancy", "ends_below", "end_inserts", "is_over",
+    "appended_parts", "task_figures", "oldest_claim", "occupancy", "rows_left", "end_inserts", "is_over",
 }  # fmt: skip
 
 #: No effect on a store without max_age_s or max_times_sampled.

@@ -45,7 +45,7 @@ def open_builder(
     if config.transform is not None and config.device is not None:
         raise ArgumentError("transforms are of batches in host memory: leave out device")
     check_keep(config.keep, stores, selection, config.batch_size)
-    check_packed(stores, selection, config, group is not None or mesh is not None)
+    packed = check_packed(stores, selection, config, mesh is not None)
     of_job = group is not None or mesh is not None or config.update_lag is not None
     check_epochs(
         stores,
@@ -76,6 +76,7 @@ def open_builder(
         group = SingleRank()  # a group of one, whose updates wait as those of any group
     from geartrain.replay.distributed.lagged_rows import LaggedRows, check_lag
     from geartrain.replay.distributed.members import join_job
+    from geartrain.replay.distributed.packed_ranks import PackedRankRows
     from geartrain.replay.distributed.rank_rows import RankRows
 
     topology = topology_of(group, mesh)
@@ -94,6 +95,9 @@ def open_builder(
         if alone:
             join_job(ranks, topology.position, samplers, selection, config)  # which has its checks
             return local(samplers, config.prefetch + config.extra_lag, ranks), None
+        if packed:
+            ragged = PackedRankRows(samplers, selection, config, ranks, topology.position)
+            return HostBatchBuilder(ragged, config.transform), None
         source = LaggedRows if config.extra_lag else RankRows
         rows = source(samplers, selection, config, ranks, topology.position, members)
     except BaseException:

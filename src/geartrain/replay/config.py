@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from geartrain.core.arguments import check_choice, check_whole
 from geartrain.errors import ArgumentError, ReadOnlyStoreError
 from geartrain.replay.batch import Batch
+from geartrain.replay.cost import Cost, as_cost
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
 from geartrain.replay.distributed.rank_group import RankGroup
@@ -58,6 +59,7 @@ class ReplayOptions(TypedDict, total=False):
     inputs: Sequence[str] | None
     targets: Sequence[str] | None
     assignment: Assignment
+    balance: str | Cost | None
     device: str | torch.device | DeviceOptions | None
     seed: int
     view: Transitions | None
@@ -94,6 +96,7 @@ class ReplayConfig:
     inputs: Sequence[str] | None = None
     targets: Sequence[str] | None = None
     assignment: Assignment = "local_first"
+    balance: str | Cost | None = None
     device: DeviceOptions | None = None
     seed: int = 0
     view: Transitions | None = None
@@ -130,6 +133,12 @@ class ReplayConfig:
             if names is not None:
                 check_names_of(what, names)
         check_choice("assignment", self.assignment, ASSIGNMENTS)
+        object.__setattr__(self, "balance", as_cost(self.balance))
+        if self.balance is not None and self.assignment == "ordered":
+            raise ArgumentError(
+                "balance= chooses the replica of each row by its cost: leave out assignment='ordered', which gives "
+                "replica i the i-th slice"
+            )
         if self.keep is not None:
             check_choice("keep", self.keep, ("saved",))
         if self.device is not None and self.output != "torch":
@@ -148,6 +157,11 @@ class ReplayConfig:
             object.__setattr__(self, "inputs", list(self.inputs or ()))
             object.__setattr__(self, "targets", list(self.targets or ()))
             object.__setattr__(self, "fields", list(dict.fromkeys([*(self.inputs or ()), *(self.targets or ())])))
+
+    @property
+    def cost(self) -> Cost | None:
+        """The cost that replicas have about the same of; None where they have the same number of rows."""
+        return as_cost(self.balance)
 
     @property
     def extra_lag(self) -> int:

@@ -78,7 +78,7 @@ class LocalRows:
         self._per_step = samplers[0].plan.store.per_step
         self._first = True  # batch of a run
         self._later = LaterUpdates[list[PriorityUpdate]](extra_lag) if extra_lag else None
-        self._read = 0  # rows
+        self._read = self._packed_bytes = 0  # rows, and of packed ones their fields
         if update_lag is not None:
             for sampler in samplers:
                 sampler.join_group()
@@ -117,12 +117,16 @@ class LocalRows:
         repeated = sampler.repeat_packed(self.rows, step)
         if repeated is not None:
             keys, values = repeated
+            self._packed_bytes += values.nbytes
             batch = repeated_packed(reader, output, values, keys, step, sampler.traits.form)
             self._read += len(batch)
             return BuiltBatch(batch, state, admission=admission)
         rows, found, last = sampler.sample_packed(self.rows, step, state[0], admission)
         self._read += len(rows)
-        return BuiltBatch(sampled_packed(reader, output, found, rows, store_id, step), [last], admission=admission)
+        self._packed_bytes += found.nbytes
+        of_job = self.update_lag is not None
+        batch = sampled_packed(reader, output, found, rows, store_id, step, of_job=of_job)
+        return BuiltBatch(batch, [last], admission=admission)
 
     def quotas(self, step: int) -> list[int]:
         """Rows from each store in the batch of a step."""
@@ -188,8 +192,10 @@ class LocalRows:
         """Where any number of ranks would make the batches, with the figures of ranks."""
         if self.update_lag is None:
             return {}
-        local_bytes = self._read * sum(self.samplers[0].arrays.values())
-        return {**_OF_RANKS, "local_bytes": local_bytes, "local_share": 1.0, "fetch_s": make_s}
+        figures = {**_OF_RANKS, "local_share": 1.0, "fetch_s": make_s}
+        if self.samplers[0].packed is not None:
+            return {**figures, "local_bytes": self._packed_bytes, "balance": 1.0, "balance_newest": 1.0}
+        return {**figures, "local_bytes": self._read * sum(self.samplers[0].arrays.values())}
 
     def describe(self) -> list[dict[str, Any]]:
         return []

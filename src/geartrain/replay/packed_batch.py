@@ -6,10 +6,11 @@ the place of the fields of padded batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.arguments import some_of
@@ -17,11 +18,13 @@ from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, FieldError, StaleKeyError
 from geartrain.replay.batch import METADATA, Array, Batch, unknown_field
+from geartrain.replay.batch_lengths import BatchLengths, lengths_of_one
+from geartrain.replay.mini_batches import MiniBatch, mini_batches
 from geartrain.replay.native_batch import keys_of
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Selection, strategies_of
 from geartrain.selection.strategy import ORDERS, traits_of
-from geartrain.store.packed import AxisBounds, PackedFields, PackedReader
+from geartrain.store.packed import AxisBounds, PackedFields, PackedReader, PackedValues
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
@@ -36,8 +39,9 @@ class PackedBatch(PackedFields, Batch):
     `start` is 0 and `length` is 1 for each row, and there is no mask: such rows have no steps.
     """
 
-    __slots__ = ("_bounds", "_device", "_found", "_names", "_output", "_plan", "_shown")
-    _found: _native.PackedArrays | None  # None: all values are in `_shown`
+    __slots__ = ("_bounds", "_device", "_digest", "_found", "_names", "_output", "_plan", "_shown")
+    _found: PackedValues | None  # None: all values are in `_shown`
+    _digest: BatchLengths | None  # of the global batch; None where this is all of it
     _names: Sequence[str]
     _plan: RowPlan
     _output: str
@@ -48,6 +52,29 @@ class PackedBatch(PackedFields, Batch):
     def __new__(cls, **values: Any) -> Any:
         """Made of a batch's own attributes, as `dataclasses.replace` does, it is a plain batch."""
         return Batch(**values)
+
+    def mini_batches(self, n: int, epochs: int = 1, seed: int = 0) -> Iterator[MiniBatch]:
+        """Cuts the global batch into mini-batches of n rows, in a new random order for each epoch.
+
+        The rows of a mini-batch are the same on any number of ranks: they follow from `seed`, `step` and the epoch.
+        Each rank has those that its batch has. The batch may be cut as often as you like.
+
+        Args:
+            n: rows of a mini-batch over all ranks. It divides the rows of the global batch.
+            epochs: how often each row is trained.
+            seed: of the orders, 0 to 2**64 - 1; the same on all ranks.
+
+        Returns:
+            An iterator over mini-batches, all of the first epoch first.
+
+        Raises:
+            ArgumentError: `n` does not divide the number of rows, or a number is out of range.
+        """
+        if self._digest is None:
+            found = lengths_of_one(self, self._plan, self._names, self._known_axes(), len(self))
+            object.__setattr__(self, "_digest", found)
+        assert self._digest is not None
+        return mini_batches(self, self._digest, self.step or 0, n, epochs, seed)
 
     def _read(self, names: Sequence[str]) -> None:
         for name in names:
@@ -62,7 +89,7 @@ class PackedBatch(PackedFields, Batch):
         self.show_axis(axis, self._found)
 
     def _known_axes(self) -> list[str]:
-        return _axes_of(self._plan, self._names)
+        return axes_of(self._plan, self._names)
 
     def _rows(self) -> int:
         return len(self.keys)
@@ -100,30 +127,32 @@ class PackedBatch(PackedFields, Batch):
         shown = {name: value if isinstance(value, list) else change(value) for name, value in self.fields.items()}
         bounds = {axis: self.bounds_of(axis) for axis in self._known_axes()}
         described = {name: None if value is None else change(value) for name, value in _metadata_of(metadata).items()}
-        return _made(self._plan, self._output, self._names, shown, bounds, self.keys, described, self.step)
+        return _made(
+            self._plan, self._output, self._names, shown, bounds, self.keys, described, self.step, digest=self._digest
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         bounds = {axis: self.bounds_of(axis) for axis in self._known_axes()}
         described = _metadata_of(self)
-        return _made, (self._plan, self._output, self._names, self.fields, bounds, self.keys, described, self.step)
+        about = (self.keys, described, self.step, None, self._digest)
+        return _made, (self._plan, self._output, self._names, self.fields, bounds, *about)
 
     def __repr__(self) -> str:
         return f"PackedBatch({len(self)} rows: {some_of(self._names)})"
 
 
 def _metadata_of(batch: Batch) -> dict[str, Any]:
-    return {name: getattr(batch, name) for name in METADATA if name not in ("mask", "draw", "cu_seqlens")}
+    return {name: getattr(batch, name) for name in METADATA if name not in ("mask", "cu_seqlens")}
 
 
-def _axes_of(plan: RowPlan, names: Sequence[str]) -> list[str]:
+def axes_of(plan: RowPlan, names: Sequence[str]) -> list[str]:
     """The axes of fields, and those by which they are divided."""
     found: dict[str, None] = {}
     for name in names:
         axis = plan.fields[name].axis
         while axis is not None:
             found[axis] = None
-            divider = plan.axes[plan.axis(axis) - 1].divided_by
-            axis = None if divider is None else plan.fields[divider].axis
+            axis = plan.divided_into(axis)
     return list(found)
 
 
@@ -136,7 +165,8 @@ def _made(
     keys: Keys,
     metadata: Mapping[str, Any],
     step: int | None,
-    found: _native.PackedArrays | None = None,
+    found: PackedValues | None = None,
+    digest: BatchLengths | None = None,
 ) -> PackedBatch:
     made: PackedBatch = object.__new__(PackedBatch)
     device = getattr(metadata["start"], "device", None)
@@ -148,9 +178,9 @@ def _made(
         "_bounds": bounds,
         "_found": found,
         "_device": device,
+        "_digest": digest,
         "keys": keys,
         "mask": None,
-        "draw": None,
         "step": step,
         **metadata,
     }
@@ -162,11 +192,14 @@ def _made(
 def packed_batch(
     reader: PackedReader,
     output: str,
-    found: _native.PackedArrays,
+    found: PackedValues,
     keys: Keys,
-    rows: _native.SampledBatch | None = None,
+    version: NDArray[np.int64],
+    *,
+    probability: NDArray[np.float64] | None = None,
+    importance_weights: NDArray[np.float64] | None = None,
     step: int | None = None,
-    probability: float | None = None,
+    digest: BatchLengths | None = None,
 ) -> PackedBatch:
     """A batch of rows that were read.
 
@@ -174,25 +207,25 @@ def packed_batch(
         reader: what was read.
         output: "torch" or "numpy".
         found: the values.
-        keys: keys of the rows.
-        rows: metadata of a sampled batch; None for rows that were fetched by key.
+        keys: keys of the rows; of a global batch they have draw numbers.
+        version, probability, importance_weights: (n,) of the rows; None where there are none.
         step: number of the batch.
-        probability: without metadata, what each row was drawn with; None if rows were not drawn.
+        digest: of the global batch, where this is a part of one.
     """
     n = len(keys)
-    drawn_with = None if probability is None else np.full(n, probability)
     metadata: dict[str, Any] = {
         "start": np.zeros(n, np.int32),
         "length": np.ones(n, np.int32),
-        "version": found.versions(),
-        "probability": drawn_with if rows is None else rows.probability(),
-        "importance_weights": None if rows is None else rows.importance_weights(),
+        "version": version,
+        "probability": probability,
+        "importance_weights": importance_weights,
+        "draw": None if keys.draw is None else np.array(keys.draw),
     }
     if output == "torch":
         import torch
 
         metadata = {name: None if value is None else torch.from_numpy(value) for name, value in metadata.items()}
-    return _made(reader.plan, output, reader.names, {}, {}, keys, metadata, step, found)
+    return _made(reader.plan, output, reader.names, {}, {}, keys, metadata, step, found, digest)
 
 
 def sampled_packed(
@@ -202,9 +235,26 @@ def sampled_packed(
     rows: _native.SampledBatch,
     store_id: int,
     step: int,
+    *,
+    of_job: bool = False,
 ) -> PackedBatch:
-    """The batch of a replay's step."""
-    return packed_batch(reader, output, found, keys_of(rows, [store_id]), rows, step)
+    """The batch of a replay's step; `of_job`: it is a global one, of one rank."""
+    keys = keys_of(rows, [store_id])
+    if of_job:
+        n = len(rows)
+        shard, draw = np.zeros(n, np.uint16), np.arange(n)
+        keys = Keys.of_rows(keys.row, keys.generation, store_id, shard=shard, draw=draw)
+    weights = rows.importance_weights()
+    return packed_batch(
+        reader,
+        output,
+        found,
+        keys,
+        found.versions(),
+        probability=rows.probability(),
+        importance_weights=weights,
+        step=step,
+    )
 
 
 def repeated_packed(
@@ -214,7 +264,8 @@ def repeated_packed(
 
     The probability is 1 in an order. Otherwise it is not known any more, and NaN.
     """
-    return packed_batch(reader, output, found, keys, step=step, probability=1.0 if form in ORDERS else np.nan)
+    probability = np.full(len(keys), 1.0 if form in ORDERS else np.nan)
+    return packed_batch(reader, output, found, keys, found.versions(), probability=probability, step=step)
 
 
 def fetch_packed(
@@ -239,7 +290,7 @@ def fetch_packed(
         found = reader.read(keys)
         torn = found.torn()
         if not torn.any():
-            return packed_batch(reader, output, found, keys)
+            return packed_batch(reader, output, found, keys, found.versions())
         reader.check_ready(keys, found)
         if on_stale == "raise":
             raise StaleKeyError(
@@ -249,14 +300,19 @@ def fetch_packed(
         keys = keys[np.flatnonzero(torn == 0)]
 
 
-def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayConfig, of_ranks: bool) -> bool:
+def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayConfig, of_mesh: bool) -> bool:
     """Whether the batches of a replay are packed ones. Raises `ArgumentError` for what such stores do not have."""
     if all(store.plan is None for store in stores):
+        if config.balance is not None:
+            raise ArgumentError(
+                f"balance= is of rows with different lengths, and the store {stores[0].name!r} has no axes: leave it "
+                f"out"
+            )
         return False
     what = f"the store {next(store for store in stores if store.plan is not None).name!r} has axes, strings or tasks"
     refused = {
         "several stores (Mixture)": len(stores) > 1,
-        "group or mesh": of_ranks,
+        "mesh": of_mesh,
         "update_lag": config.update_lag is not None,
         "device": config.device is not None,
         "inputs or targets": config.inputs is not None or config.targets is not None,
@@ -269,12 +325,30 @@ def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayCo
             "device": "; move batches with batch.to(device)",
             "window": "; a batch has all items of its rows",
             "view": "; a batch has all items of its rows",
-        }.get(given[0], "; its batches are drawn from one store, on one host")
+            "mesh": "; group= is for data parallelism",
+        }.get(given[0], "; its batches are drawn from one store, by ranks that all read all fields")
         raise ArgumentError(f"{what}, and a replay of it takes no {', '.join(given)}{advice}")
+    if config.cost is not None and (plan := stores[0].plan) is not None:
+        plan.axis(config.cost.axis)  # which refuses what is none
     over_steps = isinstance(selection, Epochs) and selection.over == "steps"
     if over_steps or any(traits_of(each).over_steps for each in strategies_of(selection)):
         raise ArgumentError(f"{what}: its rows have no steps, so that rows must be drawn; found {selection!r}")
+    for store in stores:
+        limit, rows = store.limiter.state().most_in_flight, max(config.batch_size, config.min_rows or 0)
+        if limit is not None and limit < rows:
+            raise ArgumentError(
+                f"{what}, and its limiter lets {limit} rows be in flight: a batch that needs {rows} would never be "
+                f"drawn. Raise store.limiter.set(in_flight=)"
+            )
     return True
 
 
-__all__ = ["PackedBatch", "check_packed", "fetch_packed", "packed_batch", "repeated_packed", "sampled_packed"]
+__all__ = [
+    "PackedBatch",
+    "axes_of",
+    "check_packed",
+    "fetch_packed",
+    "packed_batch",
+    "repeated_packed",
+    "sampled_packed",
+]

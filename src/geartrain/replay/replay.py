@@ -34,6 +34,7 @@ from geartrain.replay.batch_loader import LEAVE_S, BatchLoader, close_here
 from geartrain.replay.builder import given_priorities
 from geartrain.replay.builder_choice import open_builder
 from geartrain.replay.config import DATASET, ReplayConfig, ReplayOptions, seeded_selection, stores_of
+from geartrain.replay.cost import Cost
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import RankGroup
@@ -65,7 +66,7 @@ class Replay:
 
     The store may have axes or tasks (docs/tasks.md). Its batches are packed: values of rows one behind the other,
     without a mask. Iteration then ends when `store.finish()` was called and fewer rows than a batch needs are left.
-    Such a replay takes no window, view, device, group, mesh or update_lag.
+    Such a replay takes no window, view, device, mesh or update_lag.
 
     Any thread may ask for a batch; they take turns. `update_priorities` and `close` may be called at any time from any
     thread. `close` ends a `sample` that waits with `StoreClosedError`. After a fork the child has its own replay, at
@@ -116,6 +117,9 @@ class Replay:
             both.
         assignment: "local_first" prefers rows of the rank's own host, "ordered" gives replica i the i-th slice of the
             global batch.
+        balance: for stores with axes: the name of an axis, such as "tokens". Every rank then gets whole rows with about
+            the same number of these items in all, and ranks have different numbers of rows. `geartrain.Cost` counts
+            the square of a sequence as well. By default every rank gets the same number of rows.
         device: where batches go: host memory by default, "cuda", "cuda:1", or `geartrain.DeviceOptions`. The tensors
             are ready for the current stream; the host does not wait for the copy (docs/gpu.md).
         seed: seed for strategies without one. In a mixture each strategy gets a seed derived from it.
@@ -187,6 +191,7 @@ class Replay:
         inputs: Sequence[str] | None = None,
         targets: Sequence[str] | None = None,
         assignment: Assignment = "local_first",
+        balance: str | Cost | None = None,
         device: str | torch.device | DeviceOptions | None = None,
         seed: int = 0,
         view: Transitions | None = None,
@@ -214,6 +219,7 @@ class Replay:
             inputs=inputs,
             targets=targets,
             assignment=assignment,
+            balance=balance,
             device=device if device is None or isinstance(device, DeviceOptions) else DeviceOptions(device),
             seed=seed,
             view=view,
@@ -233,7 +239,9 @@ class Replay:
         self._closed = False  # from the beginning of `close` on
         self._released = False  # at its end
         self._consumed = ConsumerFigures()
-        self._passes_end = isinstance(self.selection, Epochs) and not self.selection.drop_last
+        # Whether batches of this rank may have other numbers of rows than `rows` of the builder.
+        self._differs = isinstance(self.selection, Epochs) and not self.selection.drop_last
+        self._differs |= balance is not None
         _replays.add(self)
         try:
             register(self, "replay", _figures)
@@ -299,6 +307,9 @@ class Replay:
                     self._loader.put_back(step, [begun])
                 return
             yield batch
+        with self._turn:
+            if iteration == self._iteration:
+                self._loader.finish_batch()
 
     def _epoch(self) -> int:
         """The pass that the next batch is of, with `Epochs`; 0 without, and in a mixture, whose passes end apart."""
@@ -343,7 +354,7 @@ class Replay:
         consumed.last_s = last_s = time.perf_counter()
         consumed.wait_s += last_s - asked_s
         consumed.batches += 1
-        if self._passes_end:
+        if self._differs:
             consumed.short += self._builder.rows - len(batch)
         consumed.nbytes += batch.nbytes
         if trace.on:
@@ -452,17 +463,23 @@ class Replay:
     def state_dict(self) -> dict[str, Any]:
         """The replay's position, as a few numbers for JSON.
 
-        With the same rows, a replay that loads it draws the same batches.
+        With the same rows, a replay that loads it draws the same batches. Of a store with tasks it has the clock.
 
         Call `settle` first if you update priorities.
         """
+        clocks = {} if (store := self._with_tasks()) is None else {"clock": store.clock}
         return {
             "seed": self.selection.seed,
             "step": self.step,
             "state": [dict(state) for state in self._loader.state],
             "exponents": [sampler.alpha for sampler in self._builder.samplers],
+            **clocks,
             **self._identities(),
         }
+
+    def _with_tasks(self) -> Store | None:
+        """The store, if it has tasks; no mixture has such a store."""
+        return self.stores[0] if self.stores[0].tasks else None
 
     def _identities(self) -> dict[str, list[str]]:
         """Identities of the stores, in their order. Names may differ between ranks, which save one state."""
@@ -470,7 +487,7 @@ class Replay:
         return found if self._of_job else {**found, "names": [store.name for store in self.stores]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from where `state_dict` was taken.
+        """Continues from where `state_dict` was taken. A store with tasks gets the clock of then.
 
         Args:
             state: what `state_dict` returned.
@@ -489,6 +506,9 @@ class Replay:
             for sampler, alpha in zip(self._builder.samplers, state["exponents"], strict=True):
                 sampler.alpha = float(alpha)
             self._builder.rewind()
+            store = self._with_tasks()
+            if store is not None and "clock" in state and not store.read_only:
+                store.native.set_clock(int(state["clock"]))
 
     def stats(self) -> dict[str, Any]:
         """Figures since the first batch, as a dict.
@@ -509,6 +529,7 @@ class Replay:
         | received_bytes, sent_bytes | over ranks: fields from and for other ranks |
         | selection_bytes | over ranks: bytes sent to agree on batches |
         | select_s, fetch_s, exchange_s | over ranks: time by stage |
+        | balance, balance_newest | over ranks, packed batches: largest cost of a rank over the mean; of the newest |
         | peers_by_shm, peers_by_tcp, peers_by_nixl, peers_by_gloo | over ranks: ranks reached by each transport |
         """
         more = self._builder.stats()
@@ -578,6 +599,7 @@ class Replay:
         if waited and self._builder.collective:
             self._loader.leave(_CLOSED_MEANWHILE)
         self._loader.restart()
+        self._loader.finish_batch()
         released, self._released = self._released, True
         if not released and not self._foreign:
             self._builder.close()

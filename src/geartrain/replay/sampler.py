@@ -96,9 +96,11 @@ class StoreSampler(StoreWaits):
         alpha: exponent of the store's priorities.
         raises: whether updated priorities are raised to a power: the alpha is not 1, or follows a schedule.
         atom: number of rows that can only be replaced as a whole (a group).
+        moves_on: whether the strategy draws each row once and passes over older ones; not where drawn rows are freed.
         draws_natively: whether native code draws the rows, not the strategy's own code.
         placed: whether a Python function chooses the windows of rows.
         passes: passes of `Epochs`; None for other strategies.
+        has_tasks: whether the store has tasks. The last one's draw frees the row.
         packed: reads the fields of a store with axes or tasks; None for other stores.
         callbacks: the parts of a batch that Python is called for, by name.
         priority_copy: copy of the priorities, which has to follow the changes of this process; None if there is none.
@@ -136,8 +138,9 @@ class StoreSampler(StoreWaits):
         self.raises = self._fixed_alpha != 1
         self.atom = self.traits.atom
         # Rows are finished in another order than they were inserted in, and freed by their draw: none is passed over.
-        self._moves_on = self.traits.cursor and not (tasks is not None and tasks.tasks)
-        self._cursor_name = "after" if self._moves_on else ""
+        self.has_tasks = tasks is not None and bool(tasks.tasks)
+        self.moves_on = self.traits.cursor and not self.has_tasks
+        self._cursor_name = "after" if self.moves_on else ""
         self._asks_shards = False  # of code of the strategy's own: for many shards
         # Built-in strategies and others that follow from their traits; the rest are asked for their draws.
         self.draws_natively = (
@@ -276,6 +279,7 @@ class StoreSampler(StoreWaits):
             try:
                 begun = self.begin(n, step, state, admission, None, 0, transfer, 0)
                 rows, after = begun.finish()
+                values = transfer.taken()
             except BaseException as error:
                 if begun is not None:
                     begun.abandon()
@@ -286,9 +290,10 @@ class StoreSampler(StoreWaits):
                     raise
                 admission.keep(self, 0)
             else:
+                admission.used_up[self] = begun.begun.used_up
                 if self.kept is not None:  # they are drawn for good, even if nobody gets this batch
                     admission.pop(self, None)
-                return rows, transfer.taken(), after
+                return rows, values, after
         raise AssertionError
 
     def repeat_packed(self, n: int, step: int) -> tuple[Keys, _native.PackedArrays] | None:
@@ -333,11 +338,11 @@ class StoreSampler(StoreWaits):
     def join_group(self) -> None:
         """Draws from here on what a group of ranks draws whose only shard this store is.
 
-        Any number of ranks takes up its states. Other processes that have the store open do not count as writers: they
-        may be ranks.
+        Any number of ranks takes up its states. Other processes that have the store open do not count as writers,
+        because they may be ranks; those of a store with tasks do, because they work for it.
         """
-        self.counts_attached = False
-        self._cursor_name = "after/0" if self._moves_on else ""
+        self.counts_attached = self.has_tasks
+        self._cursor_name = "after/0" if self.moves_on else ""
         if self.passes is None and hasattr(self.strategy, "select_shards"):
             self.draws_natively, self._asks_shards = False, True
 
@@ -352,7 +357,10 @@ class StoreSampler(StoreWaits):
 
     @property
     def arrays(self) -> dict[str, int]:
-        """The arrays of a row in a batch, and the bytes of a row in each, by name."""
+        """The arrays of a row in a batch, and the bytes of a row in each, by name; of packed rows those of an item."""
+        if self.packed is not None:
+            fields = self.packed.plan.fields
+            return {name: fields[name].nbytes for name in self.packed.names}
         if self.transitions is None:
             return {name: self.plan.row_bytes(name) for name in self.plan.names}
         made = self.transitions.arrays()
@@ -494,7 +502,7 @@ class StoreSampler(StoreWaits):
             traits.replacement,
             traits.stratified,
             traits.order,
-            self._moves_on,
+            self.moves_on,
             self.min_rows,
             self.min_steps,
             traits.over_steps,

@@ -127,6 +127,12 @@ class StoreWaits:
             with contextlib.suppress(StoreClosedError):  # its counts are out of reach
                 self._store.limiter.give_back(samples=n)
 
+    def finish(self, n: int) -> None:
+        """Tells the store that the batch of n rows is finished, whose last samples it had."""
+        if n:
+            with contextlib.suppress(StoreClosedError):  # which took them off
+                self._store.native.finished(n)
+
     def wait_for_rows(self, until_s: float) -> None:
         """Waits until the store has `min_rows` and `min_steps`, as long as another process could insert some.
 
@@ -167,8 +173,12 @@ class StoreWaits:
 
     def is_over(self) -> bool:
         """Whether `min_rows` rows can never be there any more, as the store's `finish` was called."""
-        store = self._store
-        return store.plan is not None and store.native.ends_below(self.min_rows)
+        left = self.rows_left()
+        return left is not None and left < self.min_rows
+
+    def rows_left(self) -> int | None:
+        """How many rows can be drawn from now on, as the store's `finish` was called; None if more may come."""
+        return None if self._store.plan is None else self._store.native.rows_left()
 
     def wait_for_groups(self, few: NotEnoughRowsError, until_s: float, may_come: bool) -> None:
         """Waits a moment, after which the groups are counted again.
@@ -196,6 +206,14 @@ class StoreWaits:
         time.sleep(LOOK_EVERY_S)
         self.expire()
 
+    @property
+    def lag(self) -> str:
+        """Which task keeps rows from becoming due, for the end of an error message; nothing for stores without."""
+        store = self._store
+        if store.plan is None or not store.plan.tasks or store.closed:
+            return ""
+        return f"; of the store {store.name!r}, {store.lag_before(len(store.plan.tasks))}"
+
     def describe_groups(self) -> str:
         """Names incomplete groups, for the end of an error message; nothing where groups are not drawn."""
         return ""
@@ -222,7 +240,7 @@ class StoreWaits:
         return (
             f"the store {store.name!r} has {len(store)} selectable rows of {self.min_rows} wanted{steps}"
             f"{self.describe_groups()}{self._describe_order()}{self._describe_kept()}; its rate limiter has "
-            f"{store.limiter.state()}; the replay is {self.stage}{store.writers.trouble}"
+            f"{store.limiter.state()}; the replay is {self.stage}{store.writers.trouble}{self.lag}"
         )
 
     def _describe_order(self) -> str:

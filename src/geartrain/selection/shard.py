@@ -52,6 +52,8 @@ class Shard:
         offers: `offer_of` on the leader of every shard, (count, ...), if that is known already.
         steps: the steps that count, if draws are over steps or by their priorities; None if rows are drawn.
         min_length: shorter rows are not drawn.
+        moves_on: whether an order with a cursor passes over rows before it. Not where rows are freed by their draw:
+            then rows that can be drawn late come first.
     """
 
     candidates: Candidates
@@ -65,6 +67,7 @@ class Shard:
     offers: NDArray[np.uint64] | None = None
     steps: StepPlan | None = None
     min_length: int = 0
+    moves_on: bool = True
 
 
 @dataclass(frozen=True)

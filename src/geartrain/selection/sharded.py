@@ -75,7 +75,7 @@ def select_shards(strategy: Strategy, shard: Shard, n: int, step: int, state: Ma
     check_n(n)
     traits = with_min_length(traits_of(strategy), shard.min_length)
     if traits.order is not None:
-        return draw_first(traits, shard, n, (state or {}) if traits.cursor else None)
+        return draw_first(traits, shard, n, (state or {}) if traits.cursor and shard.moves_on else None)
     if traits.form == "groups":
         return draw_groups(strategy, traits.atom, shard, n, step)
     rows = RowSums(shard, strategy, traits, step)

@@ -1,11 +1,13 @@
 """Assigns the draws of a batch to replicas (consumers) and to ranks (readers).
 
 The assignment is a pure function of data that all ranks have, so each rank computes it locally. In synchronous data
-parallelism any replica may train on any row of the global batch. That leaves two policies:
+parallelism any replica may train on any row of the global batch. That leaves three policies:
 
 - `local_first` gives a replica rows of its own host while there are any. Only the surplus crosses the network: of n
   draws over W equal shards about 0.4 sqrt(n (W - 1)) rows, the excess of a multinomial draw over its mean.
 - `ordered` gives replica i the i-th slice of the batch, and moves n (W - 1) / W rows.
+- `balanced` gives every replica rows of about the same cost, such as their number of tokens. Replicas then have
+  different numbers of rows.
 """
 
 from __future__ import annotations
@@ -75,6 +77,13 @@ class Assigner:
             [list(ranks) for ranks in shard_ranks],
             [[sorted(near.get(rank, ())) for rank in each.ranks] for each in replicas],
         )
+        self._shard_ranks = [list(ranks) for ranks in shard_ranks]
+        # (replicas, shards): the first rank of the replica that has the shard in its memory, or -1
+        self._rank_of = np.full((len(replicas), len(shard_ranks)), -1, np.int64)
+        for number, replica in enumerate(replicas):
+            for rank, shards in reversed(list(zip(replica.ranks, replica.local_shards, strict=True))):
+                self._rank_of[number, sorted(shards)] = rank
+        self._has = self._rank_of >= 0
 
     def assign(
         self, shard: NDArray[np.int64], assignment: Assignment, atom_sizes: NDArray[np.int64] | None = None
@@ -94,6 +103,27 @@ class Assigner:
         """
         return Assigned(*self.native.assign(shard, atom_sizes, assignment == "ordered"))
 
+    def assign_by_cost(self, shard: NDArray[np.int64], cost: Sequence[int], atom: int = 1) -> Assigned:
+        """Assigns rows so that all replicas have about the same cost; see `balanced`.
+
+        Args:
+            shard: (n,) the shard of each row.
+            cost: (n,) whole numbers, 0 or more.
+            atom: this many neighbours go to one replica together.
+        """
+        costs = [sum(cost[first : first + atom]) for first in range(0, len(cost), atom)]
+        replica = np.repeat(balanced(costs, self._has[:, shard[::atom]]), atom)[: len(shard)]
+        reader = np.where(self._has[replica, shard], self._rank_of[replica, shard], -1)
+        for each in np.unique(shard[reader < 0]).tolist():  # the shard's ranks in turn
+            far = np.flatnonzero((reader < 0) & (shard == each))
+            ranks = self._shard_ranks[each]
+            reader[far] = np.resize(ranks, len(far))
+        place = np.empty(len(shard), np.int64)
+        for number in range(len(self._has)):
+            mine = np.flatnonzero(replica == number)
+            place[mine] = np.arange(len(mine))
+        return Assigned(replica, reader, place)
+
 
 def assign(
     shard: NDArray[np.int64],
@@ -109,6 +139,105 @@ def assign(
             raise ArgumentError("draws of an atom are neighbours")
         sizes = np.unique(atom, return_counts=True)[1].astype(np.int64)
     return Assigner(replicas, shard_ranks).assign(np.ascontiguousarray(shard, np.int64), assignment, sizes)
+
+
+# Of the mean cost: how much more a replica may have for the sake of rows on its own host, and from how much more on
+# hosts do not count.
+_SLACK, _TOO_MUCH = 0.008, 0.012
+# Swaps that are looked for at most, and what a cost that leaves its host counts against the cost that is levelled.
+_MOST_SWAPS, _FAR = 64, 0.25
+
+
+def balanced(cost: Sequence[int], has: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The replica of each row, (n,), so that the largest cost of a replica is low: the same on every rank.
+
+    Rows are given away whole, longest first, each to the replica that has least so far. A row goes to a replica of its
+    own host as long as that replica stays within 0.8 % of the mean. Afterwards the replica with most swaps or gives
+    away rows until it is within that, too, or no swap helps. If it then still has 1.2 % more than the mean, all rows
+    are given away anew, and hosts do not count. If there are as many rows as replicas, every replica gets one.
+
+    Args:
+        cost: (n,) whole numbers, 0 or more.
+        has: (replicas, n) whether the replica has the row in its host's memory.
+
+    Cost: about 2 us a row for a few replicas.
+    """
+    replicas, n = has.shape
+    costs = [int(each) for each in cost]
+    load, rows = [0] * replicas, [0] * replicas
+    found = np.zeros(n, np.int64)
+    mean = sum(costs) / replicas
+    local: dict[bytes, list[int]] = {}
+    columns = [column.tobytes() for column in np.ascontiguousarray(has.T)]
+    everyone, empty = list(range(replicas)), replicas
+    for left, row in zip(range(n, 0, -1), sorted(range(n), key=lambda row: (-costs[row], row)), strict=True):
+        near = local.get(columns[row])
+        if near is None:
+            near = local[columns[row]] = np.flatnonzero(has[:, row]).tolist()
+        among, others = near, everyone
+        if empty >= left:  # one for each that has none yet
+            among = [each for each in near if not rows[each]]
+            others = [each for each in everyone if not rows[each]] or everyone
+        best = min(among, key=load.__getitem__) if among else -1
+        if best < 0 or load[best] + costs[row] > (1 + _SLACK) * mean:
+            least = min(others, key=load.__getitem__)
+            if best < 0 or load[best] > load[least]:
+                best = least
+        found[row] = best
+        empty -= not rows[best]
+        load[best] += costs[row]
+        rows[best] += 1
+    if replicas > 1 and n >= replicas:
+        loads = np.array(load, np.float64)
+        _level(np.array(costs, np.float64), has, found, loads, (1 + _SLACK) * mean)
+        if loads.max() > (1 + _TOO_MUCH) * mean and not has.all():
+            anywhere = balanced(costs, np.ones_like(has))
+            if max(_loads(costs, anywhere, replicas)) < loads.max():
+                return anywhere
+    return found
+
+
+def _loads(costs: Sequence[int], replica: NDArray[np.int64], replicas: int) -> list[int]:
+    """The cost of each replica."""
+    load = [0] * replicas
+    for each, cost in zip(replica.tolist(), costs, strict=True):
+        load[each] += cost
+    return load
+
+
+def _level(
+    cost: NDArray[np.float64],
+    has: NDArray[np.bool_],
+    replica: NDArray[np.int64],
+    load: NDArray[np.float64],
+    wanted: float,
+) -> None:
+    """Swaps rows of the replica with most for smaller ones of others, or gives some away, until it has what is wanted
+    or nothing helps.
+    """
+    for _ in range(_MOST_SWAPS):
+        most = int(load.argmax())
+        if load[most] <= wanted:
+            return
+        mine, others = np.flatnonzero(replica == most), np.flatnonzero(replica != most)
+        # Each row of `mine` may be swapped for one of `others`; unless it is the only one, also for none.
+        none = np.flatnonzero(np.arange(len(load)) != most) if len(mine) > 1 else np.empty(0, np.int64)
+        to = np.concatenate([replica[others], none])
+        moved = cost[mine][:, None] - np.concatenate([cost[others], np.zeros(len(none))])
+        far = cost[mine][:, None] * (has[most, mine][:, None] & ~has[to[None, :], mine[:, None]])
+        back = cost[others] * (has[replica[others], others].astype(np.int64) - has[most, others])
+        far[:, : len(others)] += back
+        after = np.maximum(load[most] - moved, load[to] + moved)
+        score = np.minimum(load[most] - after, load[most] - wanted) - _FAR * far
+        score[after >= load[most]] = -np.inf
+        a, b = np.unravel_index(int(score.argmax()), score.shape)
+        if score[a, b] == -np.inf:
+            return
+        load[most] -= moved[a, b]
+        load[to[b]] += moved[a, b]
+        replica[mine[a]] = to[b]
+        if b < len(others):
+            replica[others[b]] = most
 
 
 def check_sizes(atoms: Sequence[int], replicas: int, batch_size: int, assignment: Assignment) -> None:
@@ -146,4 +275,14 @@ def sizes_of(n: int, replicas: int) -> NDArray[np.int64]:
     return n // replicas + (np.arange(replicas) < n % replicas)
 
 
-__all__ = ["ASSIGNMENTS", "Assigned", "Assigner", "Assignment", "Replica", "assign", "check_sizes", "sizes_of"]
+__all__ = [
+    "ASSIGNMENTS",
+    "Assigned",
+    "Assigner",
+    "Assignment",
+    "Replica",
+    "assign",
+    "balanced",
+    "check_sizes",
+    "sizes_of",
+]

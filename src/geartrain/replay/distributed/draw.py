@@ -267,7 +267,7 @@ class ShardedSampler:
             known = self._by_totals[number] and not changed
             totals.append(leaders["total"].copy() if known else None)
             offers.append(self._offers_of(number, agreed, quotas[number], before[number]))
-            if sampler.traits.cursor:
+            if sampler.moves_on:
                 for rank, used in enumerate(shards["cursor"].tolist()):
                     if used:
                         name = f"after/{store.of_rank[rank]}"
@@ -304,7 +304,7 @@ class ShardedSampler:
         told, sampler, store = agreed.offers[number], self.samplers[number], self.members.stores[number]
         if not len(told) or (agreed.changed and sampler.traits.order == ORDERS["highest_priority"]):
             return None
-        if sampler.traits.cursor:
+        if sampler.moves_on:
             used = self._status_in(agreed)["cursor"][:, number]
             for shard, ranks in enumerate(store.ranks):
                 known = max(offered_after(before, shard, len(store.ranks)), int(used[ranks[0]]))
@@ -362,7 +362,7 @@ class ShardedSampler:
         """The first rows of this rank's shard of a store."""
         sampler, store = self.samplers[number], self.members.stores[number]
         after = 0
-        if sampler.traits.cursor:
+        if sampler.moves_on:
             mine = store.of_rank[self.members.group.rank]
             after = max(offered_after(state, mine, len(store.ranks)), self.cursors[number])
         traits = with_min_length(sampler.traits, sampler.min_length)
@@ -449,6 +449,7 @@ class ShardedSampler:
             known.offers[number],
             sampler.step_plan,
             sampler.min_length,
+            sampler.moves_on,
         )
         state = known.state[number] or None
         passes = sampler.passes
@@ -481,8 +482,7 @@ class ShardedSampler:
                 keys = np.ascontiguousarray(drawn.rows[found]), np.ascontiguousarray(drawn.generations[found])
                 refused[mine] = True
                 refused[known] = False
-                refused[found] = ~sampler.count_samples(*keys)
-                self._held[number].append(keys)
+                refused[found] = ~self.count_mine(number, *keys)
             bits = np.bitwise_or.reduce(shard.gather(np.packbits(refused)), axis=0)
             pending = np.flatnonzero(np.unpackbits(bits, count=len(refused)))
             if not len(pending):
@@ -495,6 +495,15 @@ class ShardedSampler:
                 functools.partial(redraw_shards, sampler.strategy, shard, drawn, pending, attempt, step)
             )
         raise AssertionError("unreachable")
+
+    def count_mine(self, number: int, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """Counts samples of rows of the shard that this rank leads, and holds these until all ranks have read them.
+
+        Returns:
+            False for each row whose last allowed sample was drawn elsewhere first.
+        """
+        self._held[number].append((rows, generations))
+        return self.samplers[number].count_samples(rows, generations)
 
     # --- leaving ------------------------------------------------------------------------------------------------
 

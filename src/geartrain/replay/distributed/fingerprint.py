@@ -48,6 +48,12 @@ def describe_job(
             job[f"steps{which}"] = list(steps if steps.after else steps[:4])
         for name in ("priority_fraction_bits", "priority_per", "max_times_sampled", "max_age_s"):
             job[f"{name}{which}"] = options[name]
+        if plan.store.plan is not None:
+            rows = plan.store.plan
+            job[f"axes{which}"] = [dataclasses.astuple(axis) for axis in rows.axes]
+            job[f"tasks{which}"] = {task: list(described.after) for task, described in rows.tasks.items()}
+            job |= {f"field {name!r}{which}": repr(field) for name, field in rows.fields.items()}
+            continue
         for name, spec in plan.store.fields.items():
             job[f"field {name!r}{which}"] = (
                 f"{spec.dtype} {spec.block_shape(plan.store.max_length)}{' without time' if spec.per_row else ''}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,8 @@ from geartrain.errors import ArgumentError, RanksDisagreeError
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.assignment import Replica, check_sizes
 from geartrain.replay.distributed.fingerprint import describe_job
-from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, all_gather_among
-from geartrain.replay.distributed.rank_group import RankGroup
+from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, all_gather_among, all_to_all_of_known_sizes
+from geartrain.replay.distributed.rank_group import Bytes, RankGroup
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection
@@ -48,12 +49,14 @@ class StoreShards:
         ranks: the ranks of each shard; the first one is its leader.
         first: number of its first shard among those of all stores of the job.
         ids: the id of each shard's segment.
+        processes: number of different processes that the ranks of each shard are.
     """
 
     of_rank: list[int]
     ranks: list[list[int]]
     first: int
     ids: list[int]
+    processes: list[int]
 
     @property
     def leaders(self) -> list[int]:
@@ -102,6 +105,7 @@ class Members:
             "stores": list(store_ids),
             "fields": self.fields,
             "row_bytes": int(row_bytes),
+            "process": os.getpid(),
         }
         everyone: list[dict[str, Any]] = group.all_gather_object(mine)
         _check(everyone)
@@ -110,7 +114,8 @@ class Members:
         self.stores: list[StoreShards] = []
         for number in range(len(store_ids)):
             first = sum(len(store.ranks) for store in self.stores)
-            self.stores.append(_shards([each["stores"][number] for each in everyone], first))
+            ids, processes = ([each[what] for each in everyone] for what in ("stores", "process"))
+            self.stores.append(_shards([each[number] for each in ids], first, processes))
         #: (shards,) uint64, the ids of the segments of all shards of all stores.
         self.shard_ids = np.array([each for store in self.stores for each in store.ids], np.uint64)
         self.consumers = _consumers(everyone)
@@ -157,6 +162,12 @@ class Members:
         mine = np.ascontiguousarray(mine)
         every = self.group.all_gather(mine.reshape(-1).view(np.uint8))
         return np.ascontiguousarray(every).view(mine.dtype).reshape(self.group.size, *mine.shape)
+
+    def all_to_all(self, parts: Sequence[Bytes]) -> list[Bytes]:
+        """Sends each rank its part; returns each rank's for this one, of any size."""
+        if self.group.size <= DIRECT_RANKS:
+            return self.group.all_to_all(parts)
+        return all_to_all_of_known_sizes(self.group, parts)
 
     def all_gather_shards(self, store: int, mine: NDArray[Any]) -> NDArray[Any]:
         """Every shard's array, (shards, ...), as its leader has it."""
@@ -218,6 +229,7 @@ def join_job(
     fields = tuple(dict.fromkeys(mine))
     job = describe_job(samplers, selection, config.batch_size, config.view)
     job |= {name: getattr(config, name) for name in ("assignment", "prefetch", "num_batches")}
+    job["balance"] = None if config.cost is None else repr(config.cost)
     job["update_lag"] = config.prefetch + config.extra_lag
     job["exchange"] = "host" if options is None else options.exchange
     if options is not None and options.exchange == "nccl":
@@ -226,7 +238,8 @@ def join_job(
     store_ids = [sampler.plan.store.id for sampler in samplers]
     members = Members(group, position, job, store_ids, fields, sum(arrays[name] for name in fields))
     atoms = [sampler.atom for sampler in samplers]
-    check_sizes(atoms, len(members.replicas), config.batch_size, config.assignment)
+    if config.cost is None:
+        check_sizes(atoms, len(members.replicas), config.batch_size, config.assignment)
     return members
 
 
@@ -258,13 +271,13 @@ def _check_order(ids: Sequence[Sequence[int]]) -> None:
                 )
 
 
-def _shards(ids: Sequence[int], first: int) -> StoreShards:
+def _shards(ids: Sequence[int], first: int, processes: Sequence[int]) -> StoreShards:
     order = list(dict.fromkeys(ids))
     of_rank = [order.index(each) for each in ids]
     ranks: list[list[int]] = [[] for _ in order]
     for rank, shard in enumerate(of_rank):
         ranks[shard].append(rank)
-    return StoreShards(of_rank, ranks, first, order)
+    return StoreShards(of_rank, ranks, first, order, [len({processes[rank] for rank in each}) for each in ranks])
 
 
 def _consumers(everyone: list[dict[str, Any]]) -> list[Consumer]:

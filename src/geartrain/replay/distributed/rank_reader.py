@@ -245,13 +245,13 @@ class RankReader:
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.float64]] | None:
         """Other rows in the place of lost ones, by the strategy's own code; None where there are none."""
         sampler, cursors = self.samplers[store], self._agreed.cursors
-        state = {"after": self._after[store]} if sampler.traits.cursor else {}
+        state = {"after": self._after[store]} if sampler.moves_on else {}
         try:
             drawn = sampler.draw(n, self._step, state, Redraw(attempt, numbers, kept), self._now_ns[store])
         except EmptyStoreError as error:
             self._failed = error
             return None
-        if sampler.traits.cursor:
+        if sampler.moves_on:
             cursors[store] = max(cursors[store], drawn.state["after"])
         return drawn.rows, drawn.generations, drawn.probability
 
@@ -375,7 +375,7 @@ class RankReader:
             return
         for number, sampler in enumerate(self.samplers):
             sampler.redrawn += read.redrawn[number]
-            if sampler.traits.cursor:
+            if sampler.moves_on:
                 self._agreed.cursors[number] = max(self._agreed.cursors[number], read.cursors[number])
 
     def check(self, read: _native.RankRead, step: int) -> None:

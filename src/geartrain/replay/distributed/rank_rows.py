@@ -23,11 +23,9 @@ rank raises `PeerLostError`.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -35,77 +33,26 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.device.nccl import DeviceGroup
-from geartrain.errors import PeerLostError, StoreClosedError
 from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
-from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, check_priorities
+from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
 from geartrain.replay.distributed.assembly_host import HostAssembler
 from geartrain.replay.distributed.assignment import sizes_of
-from geartrain.replay.distributed.draw import CommonError, ShardedSampler, TooFewRowsError
-from geartrain.replay.distributed.fingerprint import fingerprint_of
-from geartrain.replay.distributed.members import join_job
 from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.rank_collectives import run_on_all_ranks
 from geartrain.replay.distributed.rank_group import Message, RankGroup
 from geartrain.replay.distributed.rank_reader import RankReader, open_near
-from geartrain.replay.distributed.read_agreement import ReadAgreement, RowsLostError
-from geartrain.replay.distributed.row_wait import wait_for_rows
-from geartrain.replay.distributed.shard_admission import ShardAdmission
+from geartrain.replay.distributed.rank_source import RankSource
+from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.replay.distributed.topology import MeshPosition
-from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
+from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection
-from geartrain.store.priorities import check_keys_of
 
 
-@dataclass
-class Traffic:
-    """Bytes and seconds of this rank, since the replay was made."""
-
-    local_bytes: int = 0  # fields read from this host's own shard, for this rank
-    sent_bytes: int = 0  # fields read for other ranks
-    received_bytes: int = 0
-    selection_bytes: int = 0  # sent in steps 1 to 3
-    select_s: float = 0.0
-    fetch_s: float = 0.0
-    exchange_s: float = 0.0
-
-
-class Together:
-    """Steps that all ranks take: a rank that fails within them leaves the group, and all others fail as well.
-
-    An error that all ranks have alike leaves it as it is.
-
-    Args:
-        group: the rank group.
-        samplers: of this rank's shards.
-    """
-
-    def __init__(self, group: RankGroup, samplers: Sequence[StoreSampler]) -> None:
-        self._group = group
-        self._samplers = samplers
-
-    def __enter__(self) -> None:
-        """Nothing."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
-        if isinstance(error, CommonError):
-            raise error.error from None
-        self.abort(str(error) if isinstance(error, PeerLostError) else f"{type(error).__name__}: {error}")
-
-    def abort(self, reason: str) -> None:
-        """Leaves the group at once and tells the other ranks why; the segments stay in shared memory."""
-        for sampler in self._samplers:
-            with contextlib.suppress(StoreClosedError):  # it may be why this rank leaves
-                sampler.plan.store.native.keep_segment()
-        self._group.abort(reason)
-
-
-class RankRows:
+class RankRows(RankSource):
     """This rank's part of the global batch of each step, drawn and read together with all other ranks.
 
     See `geartrain.replay.builder.RowSource`. Its batches are finished when they are started; with rounds in flight
@@ -120,17 +67,9 @@ class RankRows:
         members: global ranks of the job where the group is one of `torch.distributed`: the ranks that may exchange
             device memory.
 
-    Attributes:
-        admission: of each batch by the rate limiters of this rank's shards.
-        together: the context of steps that all ranks take.
-
     Raises:
-        RanksDisagreeError: the ranks differ in strategy, seed, schema or sizes.
-        ArgumentError: the batch cannot be divided evenly.
+        RanksDisagreeError, ArgumentError: as `RankSource`.
     """
-
-    overlaps = False
-    collective = True
 
     def __init__(
         self,
@@ -141,16 +80,7 @@ class RankRows:
         position: MeshPosition,
         members: Sequence[int] | None = None,
     ) -> None:
-        self.samplers = samplers
-        self.group = group
-        self.update_lag: int | None = config.prefetch + config.extra_lag
-        self.traffic = Traffic()
-        self.together = Together(group, samplers)
-        self._has_importance = any(sampler.traits.importance for sampler in samplers)
-        self.members = join_job(group, position, samplers, selection, config)
-        self.store_ids: list[int] = self.members.shard_ids.tolist()
-        self.rows = config.batch_size // len(self.members.replicas)
-        self.admission = ShardAdmission(samplers, self.members, selection, config.batch_size)
+        super().__init__(samplers, selection, config, group, position)
         # Fetch plans by the fields of each consumer; those of the first store serve as memory format for all stores.
         wanted = {consumer.fields for consumer in self.members.consumers if consumer.fields}
         self._plans = [
@@ -161,7 +91,6 @@ class RankRows:
         me = self.members.me  # whose batch this rank has; it gets rows itself where it is not another's copy
         self._mine = me if me is not None and me.fields else None
         self._reads_own = self._mine is not None and self._mine.rank == group.rank
-        self.sampler = ShardedSampler(samplers, self.members, fingerprint_of(self.members.job))
         self.assembler: BatchAssembler = HostAssembler()
 
         def open_mine() -> None:
@@ -171,6 +100,7 @@ class RankRows:
         try:
             run_on_all_ranks(group, open_mine)
             self.reader = self._open_reader(config)
+            self.exchange = self.reader.exchange
         except BaseException:
             self.assembler.close()
             raise
@@ -211,38 +141,10 @@ class RankRows:
     def enter(self) -> None:
         self.assembler.enter()
 
-    def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> Any:
-        """This rank's part of the batch is finished when this returns.
+    def at_work(self) -> AbstractContextManager[None]:
+        return self.assembler.at_work()
 
-        Raises:
-            EmptyStoreError, NotEnoughRowsError: on all ranks alike; the replay can go on.
-            PeerLostError: a rank failed or is lost; the replay is over.
-        """
-        began_s = time.perf_counter()
-        with self.assembler.at_work(), self.together:
-            self.admission.wait(step, admission)
-            return self.build(step, state, updates, admission, began_s)
-
-    def build(
-        self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float
-    ) -> BuiltBatch:
-        """The batch of a step that was admitted: drawn by all ranks together, until all of them have all of their rows.
-
-        Another attempt is a round of messages, in which all ranks learn of lost rows, and so no loop of native code.
-        """
-        used, attempt = list(self.sampler.cursors), 1
-        while True:
-            try:
-                return self._build_once(step, state, updates, admission, began_s)
-            except TooFewRowsError as error:
-                wait_for_rows(error, self.samplers, self.members)  # on all ranks, which then count again
-            except CommonError as error:
-                self.sampler.cursors[:] = used  # no one has got what was redrawn for this batch
-                if attempt == MAX_ATTEMPTS or not isinstance(error, RowsLostError):
-                    raise  # on all ranks; otherwise all of them draw again from what there is now
-                attempt += 1
-
-    def _build_once(
+    def build_once(
         self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float
     ) -> BuiltBatch:
         reader, traffic, quotas = self.reader, self.traffic, self.admission.quotas(step)
@@ -301,14 +203,14 @@ class RankRows:
             step: step of the batch.
         """
         me, weights = self._mine, None
-        if self._has_importance and mine is not None:
+        if self.has_importance and mine is not None:
             weights = self.assembler.weigh(agreement, self.reader, read, mine, counts, step)
         if me is None:
             self._copy_to_peers(None, 0, None)
             return self.assembler.empty_batch(self.samplers[0], None, step)
         if not self._reads_own:
             mine = self._buffer(len(read.draws()) * len(self.members.replicas))
-            weights = np.empty(len(read.draws())) if self._has_importance else None
+            weights = np.empty(len(read.draws())) if self.has_importance else None
         if mine is None:
             return self.assembler.empty_batch(self.samplers[0], self._plans[0][me.fields], step)
         if self._has_peers:
@@ -343,55 +245,16 @@ class RankRows:
         traffic.fetch_s += read.read_s - selected_s
         traffic.exchange_s += ended_s - read.read_s
 
-    def ready(self, started: Any) -> bool:
-        return True
-
-    def finish(self, started: Any) -> BuiltBatch:
-        built: BuiltBatch = started
-        return built
-
-    # --- priorities, state, leaving -------------------------------------------------------------------------------
-
-    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
-        """They go to the rows' shards with the next batch."""
-        keys, priorities = update.keys, update.priorities
-        check_priorities(priorities)
-        if len(keys):
-            check_keys_of(keys, per_step=self.samplers[0].plan.store.per_step, whose="a store of this replay")
-            self.members.shard_of(keys)
-        return None
-
-    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
-        """Steps 1 and 2 alone: applies the priority updates of all ranks. Raises `PeerLostError`."""
-        with self.together:
-            self.sampler.settle(step, updates, self.reader.exchange)
-
-    def restart(self) -> None:
-        """No updates wait here."""
-
-    def rewind(self) -> None:
-        """Forgets the redraws of later batches, before the state of an earlier one is loaded."""
-        self.sampler.rewind()
-
-    def stats(self, make_s: float) -> dict[str, Any]:
-        """This rank's `Traffic`, and the share of bytes read on its own host."""
-        traffic: dict[str, Any] = dataclasses.asdict(self.traffic)
-        moved = traffic["local_bytes"] + traffic["received_bytes"]
-        traffic["local_share"] = traffic["local_bytes"] / moved if moved else 1.0
-        return traffic | {f"peers_by_{name}": count for name, count in self.group.peers().items()}
+    # --- leaving --------------------------------------------------------------------------------------------------
 
     def describe(self) -> list[dict[str, Any]]:
         return self.assembler.describe()
 
-    def abort(self, reason: str) -> None:
-        self.together.abort(reason)
-
     def close(self) -> None:
         """Leaves the group."""
-        self.sampler.close()
         self.reader.close()
         self.assembler.close()
-        self.group.close()
+        super().close()
 
 
-__all__ = ["RankRows", "Together", "Traffic"]
+__all__ = ["RankRows"]

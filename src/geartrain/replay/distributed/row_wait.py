@@ -2,7 +2,8 @@
 
 Each rank has its own clock, and knows only the writers that its own handle expects (`Store.expect_writers`). So the
 ranks exchange both whenever they have counted too few rows. Processes that have the store open do not count as writers,
-because they may be ranks.
+because they may be ranks. A store with tasks has workers: processes that have it open and are no ranks are waited for,
+until `finish` was called on all shards and too few rows are left.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from geartrain.errors import CallCancelledError, NotEnoughRowsError, WaitTimeout
 from geartrain.replay.distributed.draw import CommonError, TooFewGroupsError, TooFewRowsError
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.sampler import StoreSampler
+from geartrain.replay.store_waits import NoMoreRowsError
 
 #: Between two counts, which are a round of messages each.
 COUNT_EVERY_S = 0.05
-_EXPECTED, _GAVE_UP, _LATE, _STOPPED = range(4)
+_EXPECTED, _GAVE_UP, _LATE, _STOPPED, _OPEN, _LEFT = range(6)
 _NONE_EXPECTED = (
     "; no rank expects writers, so nothing is waited for. Insert rows first, or start the writers by an ActorPool or "
     "within `with store.expect_writers()`"
@@ -35,22 +37,38 @@ def wait_for_rows(few: TooFewRowsError, samplers: Sequence[StoreSampler], member
         members: the ranks.
 
     Raises:
-        CommonError: on all ranks, if no rank expects writers (`NotEnoughRowsError`), or if one has waited for its
-            `timeout_s` (`WaitTimeoutError`) or closes its replay (`CallCancelledError`).
+        CommonError: on all ranks, if no more rows can come (`NoMoreRowsError`), if no rank expects writers
+            (`NotEnoughRowsError`), or if one has waited for its `timeout_s` (`WaitTimeoutError`) or closes its replay
+            (`CallCancelledError`).
     """
     sampler, rank = samplers[few.store], members.group.rank
     writers = sampler.plan.store.writers
     late = time.monotonic() >= sampler.until_s
     of_groups = isinstance(few, TooFewGroupsError)
-    expected = writers.expected or (of_groups and members.leads(few.store) and sampler.awaits_late_groups())
-    mine = np.array([expected, writers.failure is not None, late, sampler.is_stopped()])
+    leads, shards = members.leads(few.store), members.stores[few.store]
+    expected = writers.expected or (of_groups and leads and sampler.awaits_late_groups())
+    if sampler.has_tasks and leads:
+        ranks = shards.processes[shards.of_rank[rank]]
+        expected = expected or sampler.plan.store.other_processes() >= ranks
+    left = sampler.rows_left()
+    mine = np.array(
+        [expected, writers.failure is not None, late, sampler.is_stopped(), left is None, left or 0], np.int64
+    )
     every = members.all_gather(mine)
+    of_shards = every[shards.leaders]
+    if not of_shards[:, _OPEN].any() and of_shards[:, _LEFT].sum() < sampler.min_rows:
+        raise CommonError(
+            NoMoreRowsError(
+                f"finish() was called for all shards of {sampler.plan.store.name!r}, and fewer rows are left than the "
+                f"{sampler.min_rows} that a batch needs; {of_shards[:, _LEFT].sum()} can be drawn"
+            )
+        )
     failed = [other for other in np.flatnonzero(every[:, _GAVE_UP]).tolist() if other != rank]
     trouble = writers.trouble
     if failed:
         trouble += f"; the writers of rank {failed[0]} have given up, and its own error says why"
     may_come = every[:, _EXPECTED].any()
-    groups = "" if may_come and not every[:, _LATE].any() else _incomplete_groups(few, sampler, members)
+    groups = "" if may_come and not every[:, _LATE].any() else _what_lacks(few, sampler, members)
     if not may_come:
         raise CommonError(NotEnoughRowsError(f"{few.error}{groups}{trouble or _NONE_EXPECTED}"))
     if every[:, _LATE].any():
@@ -65,11 +83,14 @@ def wait_for_rows(few: TooFewRowsError, samplers: Sequence[StoreSampler], member
     time.sleep(COUNT_EVERY_S)
 
 
-def _incomplete_groups(few: TooFewRowsError, sampler: StoreSampler, members: Members) -> str:
-    """Names incomplete groups of all shards, unless the error does. Collective where groups are drawn."""
-    if sampler.traits.form != "groups" or isinstance(few, TooFewGroupsError):
+def _what_lacks(few: TooFewRowsError, sampler: StoreSampler, members: Members) -> str:
+    """Names incomplete groups of all shards, unless the error does, and tasks that lag. Collective where there are."""
+    grouped = sampler.traits.form == "groups" and not isinstance(few, TooFewGroupsError)
+    if not (grouped or sampler.has_tasks):
         return ""
-    mine = sampler.describe_groups() if members.leads(few.store) else ""
+    mine = ""
+    if members.leads(few.store):
+        mine = (sampler.describe_groups() if grouped else "") + sampler.lag
     return "".join(members.group.all_gather_object(mine))
 
 

@@ -1,0 +1,507 @@
+"""Source of packed batches, of rows with lengths of their own, from the shards of many ranks.
+
+The steps are those of rank_rows.py. Two are different, because the ranks do not know the lengths of rows:
+
+    3. draw        as there (draw.py)
+    3a. tell       the leader of each shard tells all ranks the keys and lengths of its drawn rows      one message each
+    4. assign      every rank computes alike which replica trains on a row: by number of rows, or by cost          none
+    5. read        rows from shared memory, by a rank that has their shard                                         none
+    6. exchange    one message per pair of ranks, with what the sender has read for the receiver        one message each
+
+So every rank knows the lengths of the whole global batch (`BatchLengths`), and derives from them, without another
+message, what all ranks have to do alike.
+
+A row can be deleted between steps 3a and 5. All ranks learn that in step 6, and draw the batch again. In a store that
+limits how often rows are sampled, the leader holds drawn rows until all ranks have read them. If another replay was
+first to draw a row, the leader draws another one of its shard in step 3a.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import geartrain._native as _native
+from geartrain.core.keys import Keys
+from geartrain.core.tasks import RowPlan
+from geartrain.errors import EmptyStoreError, NotEnoughRowsError, PeerLostError
+from geartrain.replay.admission import Admission
+from geartrain.replay.batch_lengths import BatchLengths
+from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
+from geartrain.replay.config import ReplayConfig
+from geartrain.replay.distributed.assignment import Assigner
+from geartrain.replay.distributed.draw import CommonError, DrawnBatch
+from geartrain.replay.distributed.messages import flat_bytes
+from geartrain.replay.distributed.rank_group import Bytes, RankGroup
+from geartrain.replay.distributed.rank_source import RankSource
+from geartrain.replay.distributed.read_agreement import RowsLostError
+from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.replay.packed_batch import PackedBatch, axes_of, packed_batch
+from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
+from geartrain.selection.mixture import Selection
+from geartrain.selection.shard import NO_ROW, ShardedDraw
+from geartrain.selection.strategy import Draw, Redraw, importance_of
+from geartrain.store.packed import PackedReader, spread
+
+# First number of each message: whether its sender has what the others need.
+_WHOLE, _LOST = 0, 1
+
+
+class GlobalRows(NamedTuple):
+    """The rows of a global batch as every rank knows them, in the order of draws: (B,) each.
+
+    Attributes:
+        shard, rows, generations, probability, version: of each row.
+        lengths: for each axis, the items of each row.
+        parts: for each divided axis, the sequences of each row, and the lengths of all sequences.
+        sums: for each bool field with an axis, how many items of each row are True.
+    """
+
+    shard: NDArray[np.int64]
+    rows: NDArray[np.uint32]
+    generations: NDArray[np.uint32]
+    probability: NDArray[np.float64]
+    version: NDArray[np.int64]
+    lengths: dict[str, NDArray[np.int64]]
+    parts: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
+    sums: dict[str, NDArray[np.int64]]
+
+
+class _Message:
+    """Takes arrays out of a received message, one behind the other."""
+
+    def __init__(self, data: Bytes, sender: int) -> None:
+        self._data = data
+        self._sender = sender
+        self._at = 0
+
+    def take(self, dtype: Any, n: int) -> NDArray[Any]:
+        """The next n entries. Raises `PeerLostError` if there are not as many."""
+        nbytes = np.dtype(dtype).itemsize * n
+        part = self._data[self._at : self._at + nbytes]
+        if part.size != nbytes:
+            raise PeerLostError(f"rank {self._sender} sent {self._data.size} bytes, which are too few for its rows")
+        self._at += nbytes
+        return part.view(dtype)
+
+    def end(self) -> None:
+        """Raises `PeerLostError` if there is more."""
+        if self._at != self._data.size:
+            raise PeerLostError(f"rank {self._sender} sent {self._data.size} bytes, {self._at} were expected")
+
+
+class RowLengths:
+    """Reads and tells the lengths of rows, for step 3a.
+
+    Args:
+        native: this rank's shard.
+        plan: its schema.
+        names: fields of the batch.
+        axes: further axes whose lengths are told.
+    """
+
+    def __init__(self, native: _native.Store, plan: RowPlan, names: Sequence[str], axes: Sequence[str]) -> None:
+        dividers = [each.divided_by for each in plan.axes if each.name in axes and each.divided_by is not None]
+        found = {*axes, *axes_of(plan, [*names, *dividers])}
+        # Axes that are cut into sequences, and the axis that has one item for each of them.
+        self.divided = {
+            axis.name: str(plan.fields[axis.divided_by].axis)
+            for axis in plan.axes
+            if axis.name in found and axis.divided_by is not None
+        }
+        self.axes: list[str] = []  # those that divide others first
+        while found:
+            self.axes += sorted(axis for axis in found if self.divided.get(axis) not in found)
+            found -= set(self.axes)
+        self.flags = [
+            name
+            for name in names
+            if plan.fields[name].dtype == "bool" and plan.fields[name].axis is not None and not plan.fields[name].shape
+        ]
+        self._plan = plan
+        self._reader = PackedReader(native, plan, self.flags, self.axes)
+
+    def read(self, keys: Keys) -> _native.PackedArrays:
+        """What is told of rows; `torn` of it names rows that are gone."""
+        return self._reader.read(keys)
+
+    def pack(self, found: _native.PackedArrays) -> list[Bytes]:
+        """The lengths of rows as they are sent."""
+        pieces = []
+        for axis in self.axes:
+            lengths, _, parts = found.axis(self._plan.axis(axis))
+            pieces.append(flat_bytes(lengths))
+            if axis in self.divided:
+                assert parts is not None  # of an axis that is divided
+                pieces.append(flat_bytes(np.diff(parts)))
+        for place, name in enumerate(self.flags):
+            bounds = found.axis(self._plan.axis(self._plan.fields[name].axis))[1]
+            sums = np.concatenate([[0], np.cumsum(found.field(place), dtype=np.int64)])
+            pieces.append(flat_bytes(np.diff(sums[bounds]).astype(np.int32)))
+        return pieces
+
+    def unpack(self, message: _Message, n: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Lengths, lengths of sequences, and sums of n rows."""
+        lengths, parts = {}, {}
+        for axis in self.axes:
+            lengths[axis] = message.take(np.int32, n).astype(np.int64)
+            if axis in self.divided:
+                parts[axis] = message.take(np.int32, int(lengths[self.divided[axis]].sum())).astype(np.int64)
+        sums = {name: message.take(np.int32, n).astype(np.int64) for name in self.flags}
+        return lengths, parts, sums
+
+
+class MovedRows:
+    """Rows of one message, which another rank has read."""
+
+    def __init__(self, reader: PackedReader, own: _native.PackedArrays, message: _Message, rows: _Items) -> None:
+        self.fields: list[NDArray[Any]] = []
+        self.bounds: list[NDArray[np.int64] | None] = []
+        self.nbytes = 0
+        for place, name in enumerate(reader.names):
+            field = reader.plan.fields[name]
+            items = rows.of(field.axis)
+            if field.kind == "array":
+                like = own.field(place)
+                values = message.take(like.dtype, items * int(np.prod(like.shape[1:], dtype=np.int64)))
+                self.fields.append(values.reshape(items, *like.shape[1:]))
+                self.bounds.append(None)
+            else:
+                bounds = message.take(np.int64, items + 1)
+                self.fields.append(message.take(np.uint8, int(bounds[-1])))
+                self.bounds.append(bounds)
+            self.nbytes += self.fields[-1].nbytes
+        message.end()
+
+    @staticmethod
+    def pack(reader: PackedReader, found: _native.PackedArrays) -> list[Bytes]:
+        """Rows that were read, as they are sent."""
+        pieces: list[Bytes] = []
+        for place, name in enumerate(reader.names):
+            if reader.plan.fields[name].kind != "array":
+                pieces.append(flat_bytes(found.string_bounds(place)))
+            pieces.append(flat_bytes(found.field(place)))
+        return pieces
+
+    def strings(self, place: int, *, decoded: bool) -> list[Any]:
+        """The strings of a field."""
+        text, bounds = self.fields[place].tobytes(), self.bounds[place]
+        assert bounds is not None
+        cut = [text[first:last] for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
+        return [each.decode() for each in cut] if decoded else cut
+
+
+class _Items:
+    """How many items some rows of a global batch have."""
+
+    def __init__(self, known: GlobalRows, places: NDArray[np.int64]) -> None:
+        self._known, self._places = known, places
+
+    def of(self, axis: str | None) -> int:
+        """Of an axis in all; without one, one for each row."""
+        return len(self._places) if axis is None else int(self._known.lengths[axis][self._places].sum())
+
+
+class JoinedRows:
+    """The rows of this rank's batch: those that it has read itself, and behind them those of each other rank.
+
+    See `geartrain.store.packed.PackedValues`. Arrays are joined when they are asked for.
+    """
+
+    def __init__(
+        self,
+        reader: PackedReader,
+        own: _native.PackedArrays,
+        moved: Sequence[MovedRows],
+        known: GlobalRows,
+        places: NDArray[np.int64],
+    ) -> None:
+        self._reader, self._own, self._moved, self._known, self._places = reader, own, moved, known, places
+        self.nbytes = own.nbytes + sum(each.nbytes for each in moved)
+
+    def field(self, place: int, /) -> NDArray[Any]:
+        return np.concatenate([self._own.field(place), *(each.fields[place] for each in self._moved)])
+
+    def strings(self, place: int, /) -> list[Any]:
+        decoded = self._reader.plan.fields[self._reader.names[place]].kind == "text"
+        return [
+            *self._own.strings(place),
+            *(one for each in self._moved for one in each.strings(place, decoded=decoded)),
+        ]
+
+    def axis(self, number: int, /) -> tuple[Any, Any, Any]:
+        axis = self._reader.plan.axes[number - 1]
+        lengths = self._known.lengths[axis.name][self._places]
+        parts = None
+        if axis.name in self._known.parts:
+            counts, flat = self._known.parts[axis.name]
+            starts = np.cumsum(counts) - counts
+            parts = _bounds(flat[spread(starts[self._places], counts[self._places])])
+        return lengths.astype(np.int32), _bounds(lengths), parts
+
+
+def _bounds(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+class PackedRankRows(RankSource):
+    """This rank's part of the packed global batch of each step; see `RankSource`.
+
+    Its batch has the rows that this rank has read first, then those of other ranks; `batch.draw` tells their places in
+    the global batch.
+
+    Args:
+        samplers: of this rank's shard.
+        selection: the strategy.
+        config: of the replay; its batch is the global one.
+        group: the rank group.
+        position: this rank's position in the mesh, which is one of replicas.
+    """
+
+    def __init__(
+        self,
+        samplers: list[StoreSampler],
+        selection: Selection,
+        config: ReplayConfig,
+        group: RankGroup,
+        position: MeshPosition,
+    ) -> None:
+        super().__init__(samplers, selection, config, group, position)
+        (sampler,) = samplers
+        assert sampler.packed is not None
+        self._config = config
+        self._sampler = sampler
+        self._reader = sampler.packed
+        self._cost = config.cost
+        axes = [] if self._cost is None else [self._cost.axis]
+        self._lengths = RowLengths(sampler.plan.store.native, self._reader.plan, self._reader.names, axes)
+        members, (shards,) = self.members, self.members.stores
+        self._shard, self._leads = shards.of_rank[group.rank], members.leads(0)
+        self._assigner = Assigner(members.replicas, shards.ranks)
+        self._rank_of = np.array([replica.ranks[0] for replica in members.replicas])
+        assert members.me is not None
+        self._me = members.me.replica
+        self._newest = self._most = self._mean = 0.0  # balance, and the sums that it is of
+        self.exchange = self.sampler.exchange_of(idle=False)
+
+    @property
+    def callbacks(self) -> list[str]:
+        return ["select_shards", *self._sampler.callbacks]
+
+    # --- a batch ------------------------------------------------------------------------------------------------
+
+    def build_once(
+        self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float
+    ) -> BuiltBatch:
+        traffic, sent_bytes = self.traffic, self.group.sent_bytes
+        drawn = self.sampler.draw_all(step, state, updates, self.admission.quotas(step), self.exchange)
+        self.admission.keep(admission, drawn.sampled)
+        known = self._tell(step, drawn)
+        digest, reader = self._assign(known)
+        traffic.selection_bytes += self.group.sent_bytes - sent_bytes
+        selected_s = time.perf_counter()
+        batch = self._exchange(step, known, digest, reader, drawn.counts[0], selected_s)
+        traffic.select_s += selected_s - began_s
+        return BuiltBatch(batch, drawn.state, admission=admission)
+
+    def _tell(self, step: int, drawn: DrawnBatch) -> GlobalRows:
+        """Step 3a. Raises `CommonError` on all ranks where the leader of a shard has lost rows for good."""
+        found = drawn.found[0]
+        assert found is not None
+        message: Bytes = np.empty(0, np.uint8)
+        if self._leads:
+            message = self._describe(step, found)
+        told = self.members.all_to_all([message] * self.group.size)
+        return self._known(found.shard, told)
+
+    def _describe(self, step: int, found: ShardedDraw) -> Bytes:
+        """What the leader of a shard tells of the shard's drawn rows."""
+        places = np.flatnonzero(found.shard == self._shard)
+        rows, generations, probability = found.rows[places], found.generations[places], found.probability[places]
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            there = np.flatnonzero(rows != NO_ROW)
+            read = self._lengths.read(Keys(rows[there], generations[there]))
+            lost = np.ones(len(rows), bool)
+            lost[there] = read.torn() != 0
+            if not lost.any():
+                pieces: list[NDArray[Any]] = [rows, generations, probability, read.versions()]
+                pieces += self._lengths.pack(read)
+                return _message(_WHOLE, pieces)
+            if not self._sampler.limited:
+                break  # all ranks draw again
+            again, numbers = np.flatnonzero(lost), places[lost].astype(np.uint32)
+            self._sampler.note_lost(len(again), attempt)
+            try:
+                other = self._sampler.draw(len(again), step, {}, Redraw(attempt, numbers, rows[~lost]), found.now_ns)
+            except (EmptyStoreError, NotEnoughRowsError):
+                break
+            taken = self.sampler.count_mine(0, other.rows, other.generations)
+            rows[again] = np.where(taken, other.rows, NO_ROW)
+            generations[again], probability[again] = other.generations, other.probability * found.share
+        return _message(_LOST, [])
+
+    def _known(self, shard: NDArray[np.int64], told: Sequence[Bytes]) -> GlobalRows:
+        """The global batch, of what the leaders of all shards have told."""
+        n, lengths = len(shard), self._lengths
+        known = GlobalRows(
+            shard,
+            np.zeros(n, np.uint32),
+            np.zeros(n, np.uint32),
+            np.zeros(n),
+            np.zeros(n, np.int64),
+            {axis: np.zeros(n, np.int64) for axis in lengths.axes},
+            {},
+            {name: np.zeros(n, np.int64) for name in lengths.flags},
+        )
+        sequences: list[tuple[NDArray[np.intp], dict[str, NDArray[np.int64]]]] = []
+        messages = [_Message(told[leader], leader) for leader in self.members.stores[0].leaders]
+        lost = [message.take(np.int64, 1)[0] == _LOST for message in messages]
+        if any(lost):
+            raise self._lost_rows(self.members.stores[0].leaders[lost.index(True)])
+        for number, message in enumerate(messages):
+            mine = np.flatnonzero(shard == number)
+            known.rows[mine] = message.take(np.uint32, len(mine))
+            known.generations[mine] = message.take(np.uint32, len(mine))
+            known.probability[mine] = message.take(np.float64, len(mine))
+            known.version[mine] = message.take(np.int64, len(mine))
+            its, parts, sums = lengths.unpack(message, len(mine))
+            message.end()
+            for into, values in ((known.lengths, its), (known.sums, sums)):
+                for name, each in values.items():
+                    into[name][mine] = each
+            sequences.append((mine, parts))
+        for axis, by in lengths.divided.items():
+            counts = known.lengths[by]
+            starts, flat = np.cumsum(counts) - counts, np.zeros(int(counts.sum()), np.int64)
+            for mine, parts in sequences:
+                flat[spread(starts[mine], counts[mine])] = parts[axis]
+            known.parts[axis] = counts, flat
+        return known
+
+    def _lost_rows(self, rank: int) -> CommonError:
+        """What all ranks raise where one has lost rows: they draw again, unless samples are counted."""
+        error = NotEnoughRowsError(f"rows of the shard that rank {rank} reads were deleted while a batch was drawn")
+        return CommonError(error) if self._sampler.limited else RowsLostError(error)
+
+    def _assign(self, known: GlobalRows) -> tuple[BatchLengths, NDArray[np.int64]]:
+        """Step 4: the lengths of the global batch with the replica of each row, and the rank that reads each."""
+        n, atom = len(known.shard), self._sampler.atom
+        places = np.arange(n)
+        digest = BatchLengths(places, self._me, len(self._rank_of), known.lengths, known.parts, known.sums, places)
+        if self._cost is not None:
+            cost = self._cost.of_rows(digest)
+            made = self._assigner.assign_by_cost(known.shard, cost, atom)
+        else:
+            cost = np.sum(list(known.lengths.values()) or [np.ones(n, np.int64)], axis=0).tolist()
+            atoms = None if atom == 1 else np.full(n // atom, atom, np.int64)
+            made = self._assigner.assign(known.shard, self._config.assignment, atoms)
+        loads = np.bincount(made.replica, cost, len(self._rank_of))
+        self._newest = float(loads.max() / loads.mean()) if loads.any() else 1.0
+        self._most += float(loads.max())
+        self._mean += float(loads.mean())
+        mine = np.flatnonzero(made.replica == self._me)
+        # This rank's own rows come first, then those of each other rank.
+        order = np.lexsort((mine, made.reader[mine], made.reader[mine] != self.group.rank))
+        digest = BatchLengths(
+            made.replica, self._me, len(self._rank_of), known.lengths, known.parts, known.sums, mine[order]
+        )
+        return digest, made.reader
+
+    def _exchange(
+        self,
+        step: int,
+        known: GlobalRows,
+        digest: BatchLengths,
+        reader: NDArray[np.int64],
+        count: int,
+        selected_s: float,
+    ) -> PackedBatch:
+        """Steps 5 and 6. Raises `CommonError` on all ranks where one has lost rows."""
+        rank, traffic, places = self.group.rank, self.traffic, digest.places
+        own, lost = self._read(known, places[reader[places] == rank])
+        trainer = self._rank_of[digest.rank]
+        pieces: dict[int, list[Bytes]] = {}
+        for peer in np.unique(trainer[reader == rank]).tolist():
+            if peer != rank:
+                found, torn = self._read(known, np.flatnonzero((reader == rank) & (trainer == peer)))
+                pieces[peer] = MovedRows.pack(self._reader, found)
+                lost |= torn
+                traffic.sent_bytes += found.nbytes
+        read_s = time.perf_counter()
+        parts = [
+            _message(_LOST, []) if lost else _message(_WHOLE, pieces.get(peer, ())) for peer in range(self.group.size)
+        ]
+        received = [_Message(part, peer) for peer, part in enumerate(self.members.all_to_all(parts))]
+        failed = [peer for peer, message in enumerate(received) if message.take(np.int64, 1)[0] == _LOST]
+        if failed:
+            raise self._lost_rows(failed[0])
+        moved = []
+        for peer, message in enumerate(received):
+            its = places[reader[places] == peer]
+            if peer == rank:
+                continue
+            if len(its):
+                moved.append(MovedRows(self._reader, own, message, _Items(known, its)))
+            else:
+                message.end()
+        traffic.local_bytes += own.nbytes
+        traffic.received_bytes += sum(each.nbytes for each in moved)
+        traffic.fetch_s += read_s - selected_s
+        traffic.exchange_s += time.perf_counter() - read_s
+        return self._batch(step, known, digest, own, moved, count)
+
+    def _read(self, known: GlobalRows, places: NDArray[np.int64]) -> tuple[_native.PackedArrays, bool]:
+        """Rows of this rank's shard, and whether some of them are gone."""
+        found = self._reader.read(Keys(known.rows[places], known.generations[places]))
+        return found, bool(found.torn().any())
+
+    def _batch(
+        self,
+        step: int,
+        known: GlobalRows,
+        digest: BatchLengths,
+        own: _native.PackedArrays,
+        moved: Sequence[MovedRows],
+        count: int,
+    ) -> PackedBatch:
+        places = digest.places
+        keys = Keys.of_rows(
+            known.rows[places],
+            known.generations[places],
+            self.members.shard_ids[known.shard[places]],
+            shard=known.shard[places].astype(np.uint16),
+            draw=places,
+        )
+        probability, weights = known.probability[places], None
+        if self.has_importance:
+            lowest = float(known.probability.min(initial=1.0))
+            its = Draw(keys.row, keys.generation, probability, lowest=lowest)
+            weights = importance_of(self._sampler.strategy, its, count, step)
+        return packed_batch(
+            self._reader,
+            self._sampler.plan.output,
+            JoinedRows(self._reader, own, moved, known, places) if moved else own,
+            keys,
+            known.version[places],
+            probability=probability,
+            importance_weights=weights,
+            step=step,
+            digest=digest,
+        )
+
+    def stats(self, make_s: float) -> dict[str, Any]:
+        """Also the balance of costs: of the largest of a rank over the mean."""
+        together = self._most / self._mean if self._mean else 1.0
+        return super().stats(make_s) | {"balance": together, "balance_newest": self._newest or 1.0}
+
+
+def _message(state: int, pieces: Sequence[NDArray[Any]]) -> Bytes:
+    """One message: its state, and arrays one behind the other."""
+    return np.concatenate([flat_bytes(np.array([state], np.int64)), *(flat_bytes(piece) for piece in pieces)])
+
+
+__all__ = ["GlobalRows", "JoinedRows", "MovedRows", "PackedRankRows", "RowLengths"]
