@@ -1,7 +1,7 @@
 """MkDocs hooks of the documentation site: pages that lie outside docs/, sections of other files, links to sources.
 
 - README.md is the home page. ARCHITECTURE.md, CHANGELOG.md and CONTRIBUTING.md are pages too.
-- An index lists the decisions. docs/tutorial.ipynb is the page tutorial.md, with its saved output.
+- docs/tutorial.ipynb is the page tutorial.md, with its saved output.
 - Each page of docs/recipes is in the navigation, below recipes.md.
 - Search leads to guides: decisions, notes, pages of measurements and the changelog are not in its index, and the API
   and the architecture rank below guides.
@@ -30,10 +30,8 @@ OUTSIDE = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
 }
-# No index.md: that would be the page of the section that it stands in.
-DECISIONS = "decisions.md"
 # Patterns of pages that search does not find, and of pages that it ranks lower, with the factor of their scores.
-NOT_SEARCHED = re.compile(r"(decisions|notes|benchmarks)/|(decisions|changelog|contributing|bench-rpc-rl)\.md")
+NOT_SEARCHED = re.compile(r"(decisions|notes|benchmarks)/|(changelog|contributing|bench-rpc-rl)\.md")
 RANKED_LOWER = {
     **{"api/": 0.2, "architecture.md": 0.05, "results.md": 0.05, "migration.md": 0.2, "index.md": 0.2},
     **{"coming-from-": 0.5, "di-engine.md": 0.5, "exporters.md": 0.5, "devices.md": 0.5, "transport.md": 0.5},
@@ -57,10 +55,6 @@ def on_files(files: Any, config: Any) -> Any:
     """Adds the pages that no file in docs/ is."""
     for page, source in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
-    decisions = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
-    rows = [f"- [{path.read_text().splitlines()[0][2:]}](decisions/{path.name})" for path in decisions]
-    index = "# Decisions\n\nSituation, options, measurements, choice, and when to revisit it.\n\n" + "\n".join(rows)
-    files.append(File.generated(config, DECISIONS, content=index + "\n"))
     notebook = json.loads((ROOT / "docs" / "tutorial.ipynb").read_text())
     files.append(File.generated(config, "tutorial.md", content=notebook_as_markdown(notebook)))
     return files
@@ -106,7 +100,7 @@ def with_site_links(markdown: str, source: str, site_path: str, sources: str, fi
         if inside == "docs/tutorial.ipynb":
             place = inside.removeprefix("docs/")
         elif inside.startswith("docs/"):
-            place = DECISIONS if inside == "docs/decisions" else inside.removeprefix("docs/")
+            place = "decisions/README.md" if inside == "docs/decisions" else inside.removeprefix("docs/")
         if place is None or files.get_file_from_path(place) is None:
             if image:
                 raise PluginError(f"{source} shows {target}, which is not in docs/")

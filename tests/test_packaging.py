@@ -215,6 +215,17 @@ def test_a_wheel_of_the_sdist_works_where_nothing_else_is(tmp_path: Path) -> Non
     assert done.stdout.startswith("geartrain ")
 
 
+def test_make_runs_every_test_once() -> None:
+    """Three commands with three conditions on marks, of which each test meets one."""
+    text = (ROOT / "Makefile").read_text()
+    text, again = re.sub(r"\n\t\S*pytest [^\n]*--last-failed[^\n]*", "", text, flags=re.S), text
+    assert text != again  # `make test-failed` runs those once more that failed, whatever their marks
+    text, again = re.sub(r"\ntest-sanitized: setup[^\n]*\n\t[^\n]*", "", text), text
+    assert text != again  # `make test-sanitized` runs some once more, with another native module
+    assert set(re.findall(r"-m '([^']*)'", text)) == {"slow and not long", "long"}
+    assert "-m 'not slow and not long'" in PYPROJECT
+
+
 def test_workflows_run_what_is_in_the_tree_and_wait_for_jobs_of_their_own() -> None:
     """What their schema (`make lint-images`) does not know."""
     yaml = pytest.importorskip("yaml")

@@ -61,14 +61,6 @@ ANY = whole("|".join(f"(?:{pattern})" for pattern in BANNED))
 GAP = r"\s*\n\s*(?://+|#:?)?\s*| +"
 
 
-def text_of(path: Path) -> str:
-    """A file's text; of a decision without quotations, in which it may name what it replaced."""
-    text = path.read_text()
-    if path.is_relative_to(ROOT / "docs" / "decisions"):
-        text = re.sub(r"`[^`\n]*`|\"[^\"\n]*\"", lambda match: " " * len(match.group()), text)
-    return text
-
-
 def found_in(text: str) -> list[tuple[int, str, str]]:
     """Line, words and the better term of each banned phrase; a phrase may continue in the next line of a comment."""
     if not ANY.search(re.sub(GAP, " ", text)):  # as in most files, of which no place need be known
@@ -95,7 +87,7 @@ def test_words_are_those_of_the_field(room: str) -> None:
         f"{path.relative_to(ROOT)}:{line}: {words!r}; better: {term}"
         for path in PAGES
         if folder(path) == room
-        for line, words, term in found_in(text_of(path))
+        for line, words, term in found_in(path.read_text())
     ]
     assert not hits, "\n".join(hits)
 

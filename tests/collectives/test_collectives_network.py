@@ -1,7 +1,7 @@
 """All-reduce over links with a rate and a delay: needs root.
 
-`pytest -m long -s tests/collectives/test_collectives_network.py` prints what
-docs/decisions/010-all-reduce-congestion-window.md says.
+`pytest -m long -s tests/collectives/test_collectives_network.py` prints the figures of docs/benchmarks/allreduce.md,
+"Fixed and adaptive windows".
 """
 
 from __future__ import annotations

@@ -41,6 +41,24 @@ publish_every = 4
 [role.watcher]
 run = ["python", "watch.py"]
 env = { A = "b" }
+
+[role.judge]
+task = "reward"
+run = "launched_tasks:Judge"
+rows = 32
+processes = 2
+args = { factor = 2 }
+
+[role.answer]
+kind = "worker"
+task = "answer"
+run = "launched_tasks:answer"
+max_items = 65536
+of = "tokens"
+concurrency = 32
+store = "other"
+output = "numpy"
+max_restarts = 3
 """
     )
     assert launch.load(str(path)) == launch.Job(
@@ -50,6 +68,17 @@ env = { A = "b" }
             launch.agents("launched:serve"),
             launch.actors("launched:environments", "launched:remote_policy", 3, publish_every=4),
             launch.Role("watcher", ["python", "watch.py"], env={"A": "b"}),
+            launch.workers("reward", "launched_tasks:Judge", 2, name="judge", rows=32, args={"factor": 2}),
+            launch.workers(
+                "answer",
+                "launched_tasks:answer",
+                max_items=65536,
+                of="tokens",
+                concurrency=32,
+                store="other",
+                output="numpy",
+                max_restarts=3,
+            ),
         ],
         timeout_s=60,
         keep_store="never",
@@ -72,6 +101,10 @@ env = { A = "b" }
         ("name = 'x'\n[agent]\nrun = 'a:b'", "agents and reducers never end"),
         ("name = 'x y'\n[learner]\nrun = 'a:b'", "a plain word"),
         ("name = 'x'\n[learner]\nrun = ['a']\nargs = {b = 1}", "a command takes no args"),
+        ("name = 'x'\n[role.a]\ntask = 'b'\nkind = 'actor'\nrun = 'a:b'", "so its kind is 'worker', found 'actor'"),
+        ("name = 'x'\n[role.a]\ntask = 'b'\nrow = 3\nrun = 'a:b'", r"row is unknown in .*did you mean 'rows'"),
+        ("name = 'x'\n[role.a]\ntask = 'b'", r"\[role.a\] needs run"),
+        ("name = 'x'\n[role.a]\nrows = 3\nrun = 'a:b'", r"rows is unknown in \[role.a\]"),
         ("name = ", "is not TOML"),
     ],
 )

@@ -71,5 +71,17 @@ def test_a_learner_that_starts_before_there_are_rows_waits_for_them(
 @pytest.mark.timeout(600)
 def test_the_job_of_the_page_runs_with_all_of_its_processes(store_name: Callable[[], str], tmp_path: Path) -> None:
     made = files(store_name(), 30, 16)
-    assert list(made) == ["pendulum.toml", "pendulum.py", "evaluate.py"]
+    assert list(made) == ["pendulum.toml", "pendulum.py", "evaluate.py", "grpo.py"]
     check(run(tmp_path, made), 2, 30, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_tasks_of_the_page_are_done(store_name: Callable[[], str], tmp_path: Path) -> None:
+    (toml,) = re.findall(r"^```\n(name = \"grpo\".*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    script = files("unused", 1, 1)["grpo.py"]
+    made = {"pendulum.toml": toml.replace('"grpo"', f'"{store_name()}"', 1), "grpo.py": script}
+    summary = run(tmp_path, made)
+    done = {name: each["rows"] for name, each in summary["processes"].items()}  # type: ignore[attr-defined]
+    assert (done["answer-0"], done["reward-0"] + done["reward-1"]) == (64, 64)
+    assert summary["processes"]["learner-0"]["steps"] == 64  # type: ignore[index]

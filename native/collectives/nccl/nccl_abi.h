@@ -3,7 +3,7 @@
 // it.
 //
 // NCCL 2.19 to 2.30 accept version 7. It is the last one whose collective table has the all-reduce only: NCCL then
-// knows that it has to make all-gathers and reduce-scatters itself (docs/decisions/073).
+// knows that it has to make all-gathers and reduce-scatters itself (docs/decisions/nccl-plugin.md).
 #pragma once
 
 #include <cstddef>

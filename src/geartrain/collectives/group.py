@@ -107,7 +107,7 @@ class Group:
             least_read_bytes: smallest all-reduce or reduce-scatter that is read out of the ranks' memory. By default:
                 with a core for each rank, whichever is faster from 64 KB on, measured now and then; with four or more
                 ranks a core, 4 MB; otherwise never. Needs algorithm="shares", transport="auto" and cross_memory. It has
-                no effect with reducers, several hosts or a `wire_dtype` (docs/decisions/065, 083, 089). If such an
+                no effect with reducers, several hosts or a `wire_dtype` (docs/collectives.md). If such an
                 operation fails, its array is undefined. Ranks may differ.
             host: address to listen on; by default every interface, or loopback for a group of one.
             window_bytes: how far a rank may run ahead of its results; by default it adapts to the network.

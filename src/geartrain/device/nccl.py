@@ -6,7 +6,7 @@ waits for another rank occupies multiprocessors, and other work may occupy those
 
 So the prefetch thread does not run the exchange. The consumer's thread queues it when it takes a batch. It goes to the
 stream of the model's work, after the collectives that this stream has waited for
-(docs/decisions/013-nccl-on-the-consumers-stream.md).
+(docs/decisions/device-batches.md).
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@
         ],
     )
 
+`launch.workers` claim the rows of a task of a store.
+
 `geartrain launch pendulum.py` runs this job. `geartrain launch pendulum.toml` runs a job from a TOML file.
 
 The function of a learner or an agent gets a `Context` as its first argument. The context gives access to the job's
@@ -39,7 +41,7 @@ from geartrain.errors import ArgumentError, JobInterruptedError, JobTimeoutError
 from geartrain.launch.actor_pool import ActorContext, ActorPool
 from geartrain.launch.context import Context, context
 from geartrain.launch.hosts import HostPosition, host_position
-from geartrain.launch.job import Job, Role, actors, agents, learners, load, reducers
+from geartrain.launch.job import Job, Role, actors, agents, learners, load, reducers, workers
 from geartrain.launch.summary import Summary
 
 
@@ -124,4 +126,5 @@ __all__ = [
     "load",
     "reducers",
     "run",
+    "workers",
 ]

@@ -12,7 +12,7 @@ from geartrain.actors.policy import Policy
 from geartrain.actors.remote_store import RemoteStore, serves_no_more
 from geartrain.errors import CallCancelledError, PeerLostError
 from geartrain.launch.context import Context
-from geartrain.launch.job import find
+from geartrain.launch.job import find_or_exit
 from geartrain.launch.metrics import Reporter
 from geartrain.store.store import Store
 
@@ -125,8 +125,8 @@ def act(
     number, restart = context.number, context.restart
     run_actor(
         ActorContext(number, context.processes, actor_seed(seed, number, restart), restart, job=context),
-        find(environments),
-        find(policy),
+        find_or_exit(environments),
+        find_or_exit(policy),
         context.store,
         context.reporter,
         lambda: context.stopping,

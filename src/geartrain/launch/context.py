@@ -224,8 +224,8 @@ class Context:
         """The job's store on this host, or the store of a learners' host if this host has none (`has_store`).
 
         Under a launcher the store stays until the job is over. `Job.keep_store` then decides. Hosts without learners
-        are assigned, in order, to the stores of the hosts with learners. In a job with actors, replays of the job's
-        store wait for rows while the actors start (`Store.expect_writers`).
+        are assigned, in order, to the stores of the hosts with learners. In a job with actors or workers, replays of
+        the job's store wait for rows while these start (`Store.expect_writers`).
 
         Args:
             fields: fields of the store. If there is no store on this host, it is created; one that a dead job left is
@@ -263,14 +263,14 @@ class Context:
             options["trust"] = trust
             name = name or self.job
             made = Store.open(name, fields, create="missing", adopt=True, timeout_s=timeout_s, **options)
-            return self._expecting_actors(made) if of_job else made
+            return self._expecting_writers(made) if of_job else made
         if options:
             raise ArgumentError(f"{', '.join(options)}: options of a store need fields, which create it")
         until_s = time.monotonic() + timeout_s
         while True:
             try:
                 found = Store.open(name or self.job, trust=trust)
-                return self._expecting_actors(found) if of_job else found
+                return self._expecting_writers(found) if of_job else found
             except (StoreMissingError, StaleStoreError) as error:
                 if time.monotonic() > until_s:
                     raise WaitTimeoutError(
@@ -279,9 +279,9 @@ class Context:
                     ) from None
                 self._pause_or_end(_RETRY_EVERY_S)
 
-    def _expecting_actors(self, store: Store) -> Store:
-        if any(kind == "actor" for kind, _, _ in self._spec.roles.values()):
-            store.expect_writers()  # until it is closed: an actor that dies is started again, or the job ends
+    def _expecting_writers(self, store: Store) -> Store:
+        if any(kind in ("actor", "worker") for kind, _, _ in self._spec.roles.values()):
+            store.expect_writers()  # until it is closed: a process that dies is started again, or the job ends
         return store
 
     def stores(self, own: Store | None = None, *, timeout_s: float = REMOTE_STORE_S) -> JobStores:

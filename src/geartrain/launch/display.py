@@ -2,7 +2,8 @@
 
 process   alive restarts  steps/s  rows/s  samples/s  waits  version behind  metrics
 
-waits     share of the time spent waiting: a learner's for batches, an actor's for actions and for the rate limiter
+waits     share of the time spent waiting: a learner's for batches, an actor's for actions and for the rate limiter, a
+          worker's for due rows
 behind    versions between the newest published weights and the oldest in use by the role
 """
 
@@ -67,7 +68,7 @@ def lines_of(view: JobView) -> list[RoleLine]:
         for _, found in running:
             for metric, value in found.metrics.items():
                 metrics.setdefault(metric, []).append(value)
-        worked = any(found.counts["steps"] for _, found in mine)
+        worked = any(found.counts["steps"] or found.counts["wait_s"] for _, found in mine)
         lines.append(
             RoleLine(
                 name,

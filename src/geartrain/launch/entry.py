@@ -23,10 +23,10 @@ def main() -> None:
             sys.exit(f"{spec['run'][0]}: {error.strerror}")
     sys.path[:0] = [entry for entry in spec["path"] if entry not in sys.path]
     from geartrain.launch.context import context
-    from geartrain.launch.job import find
+    from geartrain.launch.job import find_or_exit
 
     own = context()
-    function = find(spec["run"])
+    function = find_or_exit(spec["run"])
     try:
         function(own, **spec["args"])
     except Exception as error:

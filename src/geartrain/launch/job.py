@@ -12,22 +12,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from geartrain.core.arguments import check_choice, check_keywords, check_path, check_text, did_you_mean, shown
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain.launch.amounts import check_amount, check_shared_memory
 from geartrain.launch.role_hosts import HostTerms, check_classes, check_terms, class_names, resolve_hosts
+from geartrain.store.tasked import Output
 
 #: Target of a process: "module:function", "file.py:function", the function itself, or a command as a list of words.
 Target = str | Callable[..., Any] | Sequence[str]
-Kind = Literal["learner", "agent", "actor", "reducer", "other"]
+Kind = Literal["learner", "agent", "actor", "worker", "reducer", "other"]
 Keep = Literal["never", "on_failure", "always"]
-#: Targets of the processes of `actors` and `reducers`.
-ACT, REDUCE = "geartrain.launch.actor_role:act", "geartrain.launch.reducer_role:reduce"
+#: Targets of the processes of `actors`, `workers` and `reducers`.
+ACT, WORK = "geartrain.launch.actor_role:act", "geartrain.launch.worker_role:work"
+REDUCE = "geartrain.launch.reducer_role:reduce"
 #: Kinds whose processes serve others: they must not end by themselves, and are stopped last.
 SERVERS = ("agent", "reducer")
+#: Exit code of a process that no restart can mend (EX_CONFIG of sysexits.h): the job ends.
+UNUSABLE = 78
 
 #: 31 years: no clock or wait overflows.
 _LONGEST_S = 1e9
@@ -36,7 +40,9 @@ _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True)
 class Role:
-    """Processes of a job that run the same code. `learners`, `agents`, `actors` and `reducers` make the usual roles.
+    """Processes of a job that run the same code.
+
+    `learners`, `agents`, `actors`, `workers` and `reducers` make the usual roles.
 
     Attributes:
         name: name of the role; its processes are NAME-0, NAME-1, ...
@@ -44,7 +50,7 @@ class Role:
             is called with its `Context` and `args`; a command gets the context from `launch.context()`.
         processes: number of processes on each of its hosts.
         kind: "learner": ranks, with torchrun's environment variables; the job ends when all have returned. "agent",
-            "reducer": must not return, and are stopped last. "actor", "other": may return when they are done.
+            "reducer": must not return, and are stopped last. "actor", "worker", "other": may return when they are done.
         args: keyword arguments of the function; values that JSON can hold.
         max_restarts: restarts of all its processes together, on each host. Learners are restarted together.
         threads: threads that OpenMP, and so torch, may use in each process; None does not limit them.
@@ -182,6 +188,82 @@ def actors(
     return Role(name, ACT, processes, "actor", args=args, max_restarts=max_restarts, **options)
 
 
+def workers(
+    task: str,
+    run: Target,
+    processes: int = 1,
+    *,
+    name: str = "",
+    rows: int | None = None,
+    max_items: int | None = None,
+    of: str | None = None,
+    concurrency: int | None = None,
+    store: str = "",
+    output: Output = "torch",
+    args: Mapping[str, Any] | None = None,
+    max_restarts: int = 10,
+    **options: Any,
+) -> Role:
+    """Role of processes that claim rows of a task, and call a function with each claim.
+
+    The function returns the fields to put, by name, or None if it has put, dropped or released the rows itself. A class
+    is instantiated once in each process, and its instance is called. An `async` function, or `async` `__call__`, runs
+    with many claims at a time in one event loop. Processes end when no row can become due any more.
+
+    If the function raises, the rows are due again. docs/launch.md says what repeated errors do.
+
+    Args:
+        task: name of the task; not the store's last one.
+        run: function or class, as for `Role`.
+        processes: number of processes on each host.
+        name: name of the role; the task's name by default.
+        rows, max_items, of: limits of a claim, as `n`, `max_items` and `of` of `Store.claims`.
+        concurrency: claims at a time in each process, for an `async` function; 64 by default.
+        store: name of the store; the job's by default.
+        output: "torch" reads tensors, "numpy" arrays.
+        args: keyword arguments of the function after the claim, or of the class; values that JSON can hold.
+        max_restarts: restarts of all of them together, on each host.
+        options: as for `Role`.
+
+    Raises:
+        ArgumentError: `run` is a command, or a limit is not above zero.
+
+    Examples:
+        >>> from geartrain import launch
+        >>> role = launch.workers("reward", "grpo:reward", 2, rows=32)  # grpo.py has: def reward(claim): ...
+        >>> role.name, role.kind, role.processes
+        ('reward', 'worker', 2)
+    """
+    check_keywords("launch.workers", options, Role)
+    if not isinstance(task, str) or not task:
+        raise ArgumentError(f"a task is the name of a task of the store, found {shown(task)}")
+    name = name or task
+    about = f"role {name!r}"
+    for what, value in (("rows", rows), ("max_items", max_items), ("concurrency", concurrency)):
+        if value is not None:
+            _whole(about, what, value, 1)
+    if of is not None and max_items is None:
+        raise ArgumentError(f"{about}: of={shown(of)} is the axis that max_items counts, which is missing")
+    check_choice(f"{about}: output", output, get_args(Output))
+    if not isinstance(store, str) or (of is not None and not isinstance(of, str)):
+        raise ArgumentError(f"{about}: store and of are names, found store={shown(store)} and of={shown(of)}")
+    target = target_of(about, run)
+    if not isinstance(target, str):
+        raise ArgumentError(f"{about}: run is a function or class that is called with claims of {task!r}, no command")
+    given = {
+        "task": task,
+        "run": target,
+        "args": dict(args or {}),
+        "rows": rows,
+        "max_items": max_items,
+        "of": of,
+        "concurrency": concurrency,
+        "store": store,
+        "output": output,
+    }
+    return Role(name, WORK, processes, "worker", args=given, max_restarts=max_restarts, **options)
+
+
 def reducers(
     processes: int = 1,
     *,
@@ -266,7 +348,7 @@ class Job:
             raise ArgumentError(f"a job's name is a plain word, found {self.name!r}")
         if not isinstance(self.roles, Sequence) or not all(isinstance(role, Role) for role in self.roles):
             raise ArgumentError(
-                f"job {self.name!r}: roles is a list of what learners, agents, actors and Role make, found "
+                f"job {self.name!r}: roles is a list of what learners, agents, actors, workers and Role make, found "
                 f"{shown(self.roles)}"
             )
         object.__setattr__(self, "roles", tuple(self.roles))
@@ -414,9 +496,14 @@ def _from_toml(path: Path) -> Job:
 
 
 def _role(path: Path, table_name: str, kind: str, table: Any) -> Role:
-    """The role of a table: [learner], [agent], [actor], [reducer], or [role.NAME], which may say its kind."""
+    """The role of a table: [learner], [agent], [actor], [reducer], or [role.NAME], which may say its kind or task."""
     if not isinstance(table, dict):
         raise ArgumentError(f"{path}: [{table_name}] is a table")
+    works = "task" in table and table_name.startswith("role.")
+    if works and table.get("kind", "worker") != "worker":
+        raise ArgumentError(
+            f"{path}: [{table_name}] has a task, so its kind is 'worker', found {shown(table['kind'])}: leave out kind"
+        )
     known = {each.name for each in fields(Role)} - {"name", "kind"}
     acts = kind == "actor" and "run" not in table
     if kind == "reducer":
@@ -431,6 +518,8 @@ def _role(path: Path, table_name: str, kind: str, table: Any) -> Role:
             raise ArgumentError(f"{path}: [{table_name}] needs environments and policy, or run; found {sorted(table)}")
     elif "run" not in table:
         raise ArgumentError(f"{path}: [{table_name}] needs run")
+    if works:
+        known |= {"task", "rows", "max_items", "of", "concurrency", "store", "output"}
     options = dict(table)
     name = table_name
     if table_name.startswith("role."):
@@ -448,6 +537,8 @@ def _role(path: Path, table_name: str, kind: str, table: Any) -> Role:
         return reducers(**options)
     if acts:
         return actors(**options)
+    if works:
+        return workers(**options)
     if kind == "agent":
         return agents(**options)
     return Role(**({"kind": kind, "max_restarts": 10 if kind == "actor" else 0} | options))
@@ -505,6 +596,20 @@ def find(target: str, directory: str = ".") -> Any:
     return found
 
 
+def find_or_exit(target: str) -> Any:
+    """As `find`, in a process of a job. If there is no such object, the process ends as `exit_unusable`."""
+    try:
+        return find(target)
+    except ArgumentError as error:
+        exit_unusable(error)
+
+
+def exit_unusable(error: Exception) -> NoReturn:
+    """Ends this process of a job by an error that no restart can mend, so that the job ends with it."""
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    sys.exit(UNUSABLE)
+
+
 def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
@@ -549,6 +654,8 @@ __all__ = [
     "ACT",
     "REDUCE",
     "SERVERS",
+    "UNUSABLE",
+    "WORK",
     "Job",
     "Keep",
     "Kind",
@@ -556,9 +663,12 @@ __all__ = [
     "Target",
     "actors",
     "agents",
+    "exit_unusable",
     "find",
+    "find_or_exit",
     "learners",
     "load",
     "reducers",
     "target_of",
+    "workers",
 ]

@@ -30,7 +30,7 @@ from geartrain.launch.context import REDUCER_KEY
 from geartrain.launch.coordinator import JOIN_S, Coordinator, job_secret
 from geartrain.launch.display import Display, JobView, make_display
 from geartrain.launch.hosts import HostPosition, own_address
-from geartrain.launch.job import SERVERS, Job
+from geartrain.launch.job import SERVERS, UNUSABLE, Job
 from geartrain.launch.job_process import JobProcess
 from geartrain.launch.job_store import JobStore
 from geartrain.launch.metrics import COLUMNS, MetricsReader, ProcessMetrics
@@ -200,8 +200,8 @@ class Launcher:
         self._coordinator.unregister(process.name)
         self._store.reap()
         used = self.summary.restarts[role.name]
-        if used >= role.max_restarts:
-            limit = f", after {used} restarts" if role.max_restarts else ""
+        if used >= role.max_restarts or process.returncode == UNUSABLE:
+            limit = f", after {used} restarts" if used else ""
             lines = process.last_lines()
             tail = (
                 f"; its last lines:\n{lines}\nAll of it: {process.log}"
@@ -248,7 +248,7 @@ class Launcher:
         if self._end is not None or self._failure is not None:
             return
         if not self._done_sent:
-            kinds = ("learner",) if self.job.learner is not None else ("actor", "other")
+            kinds = ("learner",) if self.job.learner is not None else ("actor", "worker", "other")
             if any(each.role.kind in kinds and each.returncode != 0 for each in self._processes):
                 return
             self._done_sent = True

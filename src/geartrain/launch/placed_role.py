@@ -68,7 +68,8 @@ def place(job: Job, hosts: int) -> list[PlacedRole]:
             f"role {learner.role.name!r}: learners can be restarted on one host only (max_restarts), but "
             f"these run on {len(learner.hosts)}"
         )
-    away = [each for each in placed if each.role.kind in ("actor", "other") and set(each.hosts) - set(learner.hosts)]
+    users = [each for each in placed if each.role.kind in ("actor", "worker", "other")]
+    away = [each for each in users if set(each.hosts) - set(learner.hosts)]
     if away or job.serve_stores:
         if any(role.name == STORES for role in job.roles):
             raise ArgumentError(

@@ -2,7 +2,7 @@
 
 One process at a time writes the journal: the one that holds the lock of the journal's directory. Every process that has
 the store open runs a thread that tries to get the lock every `CHECK_S`. If the holder dies, the kernel drops the lock.
-The next holder reads the journal and continues it (docs/decisions/050-the-lock-holder-writes-the-journal.md).
+The next holder reads the journal and continues it (docs/decisions/checkpoints-and-journals.md).
 
 Commits enforce the bound. If earlier commits have been missing on disk for longer than the bound, new commits wait
 (native/store/journal.cc).

@@ -1,5 +1,5 @@
 """Transitions in a store, for the replay buffers of other libraries: their layout, writer, index and draws.
 
-Decision 037 explains the layout. Each library's own package, next to this one, has its class names and call
-conventions.
+docs/decisions/library-buffers.md explains the layout. Each library's own package, next to this one, has its class names
+and call conventions.
 """

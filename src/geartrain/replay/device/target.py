@@ -31,7 +31,7 @@ _log = logging.getLogger("geartrain.replay.device")
 
 MOST_VIEWS = 64
 # Batches of less are staged by "auto": one after the other they take less time than a gather, of which launches and the
-# wait for the flags of torn rows are 0.5 ms (decision 086 has both up to 16 MB).
+# wait for the flags of torn rows are 0.5 ms (docs/benchmarks/gpu.md has both up to 16 MB).
 SMALL_BATCH_BYTES = 4 << 20
 # The same of rows beyond the crossover, whose copies take no CPU time: an estimate.
 SMALL_COPIED_BATCH_BYTES = 1 << 20

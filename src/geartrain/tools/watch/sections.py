@@ -203,7 +203,7 @@ def _tasks(view: HostView) -> Iterator[Line]:
     for store in view.snapshot["stores"]:
         for name, task in store.get("tasks", {}).items():
             figures, pid = task["figures"], task["oldest_pid"]
-            oldest = "" if pid is None else f"process {pid}, {task['oldest_age_s']:,.0f} s old"
+            oldest = "" if pid is None else f"{view.name(pid)}, {task['oldest_age_s']:,.0f} s old"
             yield _line(
                 _TASKS,
                 {

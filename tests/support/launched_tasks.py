@@ -1,0 +1,66 @@
+"""Parts of a job whose rows pass through tasks: a loader, an async and a plain function, a learner (grpo.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import grpo
+import numpy as np
+
+import geartrain as gt
+from geartrain import launch
+
+STORE = {"tasks": grpo.TASKS, "capacity": 64, "span_bytes": 1 << 20, "reserve": False}
+
+
+def load(context, rows):
+    store = context.store()
+    for number in range(rows):
+        grpo.insert(store, [number])
+    store.finish()
+
+
+async def answer(claim):
+    """Puts the rows itself, after a wait in which other claims are answered."""
+    await asyncio.sleep(0.01)
+    grpo.work(None, "answer", claim)
+
+
+class Judge:
+    """Puts by what it returns; the first process is killed within its first claim."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, claim):
+        if launch.context().restart == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        numbers = [(number, item) for number in claim["id"].tolist() for item in range(grpo.ANSWERS)]
+        sums = [float(grpo.answer_of(*each).sum()) * self.factor for each in numbers]
+        return {"reward": np.asarray(sums, np.float32)}
+
+
+def rest(claim):
+    """The tasks that are left."""
+    grpo.work(None, claim.task, claim)
+
+
+def learn(context, rows):
+    store = context.store(grpo.FIELDS, **STORE)
+    drawn = []
+    with context.watch(gt.Replay(store, gt.selection.Fifo(), batch_size=3, output="numpy")) as replay:
+        for batch in replay:
+            drawn += grpo.check(batch)
+            context.report(steps=len(drawn))
+    assert sorted(drawn) == list(range(rows)), drawn
+    assert store.stats()["given_up"] == 0
+    print("drew all")
+
+
+def learn_long(context):
+    context.store(grpo.FIELDS, **STORE)
+    while not context.stopping:
+        time.sleep(0.01)
