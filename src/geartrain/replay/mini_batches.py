@@ -98,8 +98,8 @@ class MiniBatch(SelectedFields):
         """How many there are in the mini-batch over all ranks. No messages are sent.
 
         Args:
-            name: a bool field of one flag an item: the items that are True, such as the tokens that a loss counts; an axis:
-                its items; "rows": rows. A field goes before an axis of the same name, and an axis before "rows".
+            name: a bool field of one flag an item: the items that are True, such as the tokens that a loss counts; an
+                axis: its items; "rows": rows. A field goes before an axis of the same name, and an axis before "rows".
 
         Raises:
             FieldError: the batch knows no total of that name.
