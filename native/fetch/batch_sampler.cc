@@ -204,6 +204,13 @@ class BatchSampler::Begun::Making {
     held_.clear(), held_generations_.clear();
   }
 
+  // Of a batch that nobody gets, as well.
+  void give_up() {
+    release();
+    if (store_.tasks() != nullptr) store_.tasks()->finished(result_.used_up);
+    result_.used_up = 0;
+  }
+
   const Result& result() const { return result_; }
 
  private:
@@ -276,6 +283,7 @@ class BatchSampler::Begun::Making {
 
   void hold() {
     if (store_.header().max_times_sampled == 0) return;
+    result_.used_up += placed_.used_up;
     held_.insert(held_.end(), from_.rows.begin(), from_.rows.end());
     held_generations_.insert(held_generations_.end(), from_.generations.begin(), from_.generations.end());
   }
@@ -302,6 +310,9 @@ BatchSampler::Begun::Begun(std::unique_ptr<Making> making) : making_(std::move(m
 BatchSampler::Begun::Begun(Begun&&) noexcept = default;
 BatchSampler::Begun& BatchSampler::Begun::operator=(Begun&&) noexcept = default;
 BatchSampler::Begun::~Begun() = default;
+const BatchSampler::Result& BatchSampler::Begun::result() const {
+  return making_->result();
+}
 
 template <typename Make>
 bool BatchSampler::admitted(size_t n, const Step& step, const Supplier& supplier, Make&& make) const {
@@ -355,7 +366,7 @@ std::optional<BatchSampler::Begun> BatchSampler::begin(const Room& room, size_t 
       making->draw(asks);
       making->launch(asks, 0);
     } catch (...) {
-      if (call.within()) making->release();
+      if (call.within()) making->give_up();
       throw;
     }
     begun = Begun(std::move(making));
@@ -370,7 +381,7 @@ BatchSampler::Result BatchSampler::finish(Begun& begun, const Room& room, const 
   try {
     begun.making_->until_whole(asks);
   } catch (...) {
-    if (call.within()) begun.making_->release();
+    if (call.within()) begun.making_->give_up();
     throw;
   }
   return begun.making_->result();
@@ -378,7 +389,7 @@ BatchSampler::Result BatchSampler::finish(Begun& begun, const Room& room, const 
 
 void BatchSampler::abandon(Begun& begun) const {
   const Store::Call call(store_);
-  begun.making_->release();
+  begun.making_->give_up();
 }
 
 DrawPlan BatchSampler::plan(const Step& step, uint32_t round, size_t rows) const {
@@ -500,7 +511,7 @@ BatchSampler::Placed BatchSampler::place(const DrawnRows& drawn, uint64_t step, 
   const size_t n = drawn.rows.size();
   Placed placed;
   placed.taken.resize(n);
-  store_.count_samples(drawn.rows, drawn.generations, placed.taken);
+  placed.used_up = store_.count_samples(drawn.rows, drawn.generations, placed.taken);
   if (settings_.window.length == 0) return placed;
   std::vector<int32_t>& ends = placed.ends;
   ends.resize(n);

@@ -111,6 +111,7 @@ class BatchSampler {
     uint64_t count = 0;    // of selectable rows that these were drawn from
     uint64_t cursor = 0;   // for the next step
     uint64_t redrawn = 0;  // rows lost on the way
+    uint64_t used_up = 0;  // rows whose last samples were drawn; of a batch that was begun
   };
 
   // A batch that was begun: its rows are drawn, and a copier copies them.
@@ -119,6 +120,7 @@ class BatchSampler {
     Begun(Begun&&) noexcept;
     Begun& operator=(Begun&&) noexcept;
     ~Begun();
+    const Result& result() const;  // so far
 
    private:
     friend class BatchSampler;
@@ -169,6 +171,7 @@ class BatchSampler {
   struct Placed {
     std::vector<uint8_t> taken;
     std::vector<int32_t> ends;  // empty: whole rows
+    uint64_t used_up = 0;
   };
   Placed place(const DrawnRows& drawn, uint64_t step, uint32_t round) const;
   // Sets 1 for those whose last allowed sample somebody else drew first.

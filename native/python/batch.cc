@@ -416,7 +416,11 @@ void bind_batch(nb::module_& module) {
            nb::arg("cursor"), nb::arg("admitted"), nb::arg("beta").none(), nb::arg("rows").none(),
            nb::arg("anchors").none(), nb::arg("into").none(), nb::arg("first"), nb::arg("transfer"), nb::arg("store"))
       .def_prop_ro("step_plan", &Sampler::step_plan);
-  nb::class_<Sampler::Begun>(module, "BegunBatch").def("finish", &Sampler::finish).def("abandon", &Sampler::abandon);
+  nb::class_<Sampler::Begun>(module, "BegunBatch")
+      .def("finish", &Sampler::finish)
+      .def("abandon", &Sampler::abandon)
+      .def_prop_ro("used_up",
+                   [](const Sampler::Begun& begun) { return begun.making ? begun.making->result().used_up : 0; });
   module.def("importance_weights", &weights_of);
 }
 

@@ -306,6 +306,12 @@ nb::dict limiter(const Store& store) {
   out["samples"] = found.samples.load();
   out["insert_wait_s"] = static_cast<double>(found.insert_wait_ns.load()) / 1e9;
   out["sample_wait_s"] = static_cast<double>(found.sample_wait_ns.load()) / 1e9;
+  if (store.tasks() != nullptr && store.tasks()->count() != 0) {
+    const Tasks::Limits limits = store.tasks()->limits();
+    out["in_flight"] = store.tasks()->in_flight();
+    if (limits.in_flight != 0) out["most_in_flight"] = limits.in_flight;
+    if (limits.max_stale) out["max_stale"] = *limits.max_stale;
+  }
   return out;
 }
 

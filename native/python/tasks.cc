@@ -210,7 +210,9 @@ nb::object length_table(std::vector<uint32_t>&& lengths, size_t rows, size_t axe
 
 // Claims rows that are due, and waits for some. Returns (rows, generations, claims, lengths); True where none can
 // become due any more, None where none was in time.
-nb::object claim_rows(Store& store, uint32_t task, size_t most, uint64_t max_items, uint32_t axis, double timeout_s) {
+// `later`: say_version() follows.
+nb::object claim_rows(Store& store, uint32_t task, size_t most, uint64_t max_items, uint32_t axis, double timeout_s,
+                      bool later) {
   Tasks& tasks = tasks_of(store);
   const size_t axes = tasks.described().axis_count;
   check_task_number(tasks, task);
@@ -221,7 +223,7 @@ nb::object claim_rows(Store& store, uint32_t task, size_t most, uint64_t max_ite
     const Store::Call call(store);
     for (;;) {
       const uint32_t seen = tasks.table().figures[task].changes.load(std::memory_order_acquire);
-      claimed = tasks.claim(task, {most, max_items, axis});
+      claimed = tasks.claim(task, {most, max_items, axis, later});
       if (!claimed.empty()) break;
       over = tasks.is_over(task);
       if (over) return true;
@@ -260,6 +262,29 @@ size_t drop_rows(Store& store, uint32_t task, const In<uint32_t>& rows, const In
                  const In<uint16_t>& claims) {
   const std::vector<ClaimedRow> claimed = claimed_of(rows, generations, claims);
   return released(store, [&] { return tasks_of(store).drop(task, claimed); });
+}
+
+void say_version(Store& store, uint32_t task, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                 const In<uint16_t>& claims, int64_t version) {
+  const std::vector<ClaimedRow> claimed = claimed_of(rows, generations, claims);
+  released(store, [&] { tasks_of(store).say_version(task, claimed, version); });
+}
+
+// Whether each row is there and too old: uint8.
+nb::object stale_rows(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
+  const Tasks& tasks = tasks_of(store);
+  if (generations.size() != rows.size()) fail(ErrorKind::schema, "as many generations as rows are needed");
+  std::vector<uint8_t> stale(rows.size());
+  released(store, [&] {
+    for (size_t i = 0; i < stale.size(); ++i) {
+      stale[i] = tasks.has_key(rows.data()[i], generations.data()[i]) && tasks.is_stale(rows.data()[i]);
+    }
+  });
+  return to_numpy(std::move(stale));
+}
+
+void limit_tasks(Store& store, std::optional<uint64_t> in_flight, std::optional<uint64_t> max_stale) {
+  released(store, [&] { tasks_of(store).set_limits({in_flight.value_or(0), max_stale}); });
 }
 
 // Whether each row is claimed by this process, by that claim: uint8.
@@ -589,6 +614,11 @@ nb::dict task_figures(const Store& store) {
   out["tasks"] = each;
   out["finished"] = tasks.table().finished.load() != 0;
   out["under_way"] = tasks.table().under_way.load();
+  if (tasks.count() != 0) {
+    out["in_flight"] = tasks.in_flight();
+    out["stale"] = tasks.table().stale.load();
+    out["clock"] = tasks.clock();
+  }
   out["dropped"] = tasks.table().dropped.load();
   out["given_up"] = tasks.table().given_up.load();
   out["set_back"] = tasks.table().set_back.load();
@@ -618,8 +648,16 @@ void bind_tasks(nb::class_<Store>& store) {
       .def("insert_with_spans", &insert_with_spans, nb::arg("n"), nb::arg("sources"), nb::arg("lengths"),
            nb::arg("priorities").none(), nb::arg("versions").none(), nb::arg("threads"), nb::arg("timeout_s"))
       .def("claim_rows", &claim_rows, nb::arg("task"), nb::arg("most"), nb::arg("max_items"), nb::arg("axis"),
-           nb::arg("timeout_s"))
+           nb::arg("timeout_s"), nb::arg("later") = false)
       .def("release_rows", &release_rows)
+      .def("say_version", &say_version)
+      .def("stale_rows", &stale_rows)
+      .def("limit_tasks", &limit_tasks, nb::arg("in_flight").none(), nb::arg("max_stale").none())
+      .def("check_in_flight", [](const Store& s, uint64_t rows) { tasks_of(s).check_in_flight(rows); })
+      .def("finished", [](Store& s, uint64_t rows) { released(s, [&] { tasks_of(s).finished(rows); }); })
+      .def("clock", [](const Store& s) { return tasks_of(s).clock(); })
+      .def("advance", [](Store& s, int64_t v) { return released(s, [&] { return tasks_of(s).advance(v); }); })
+      .def("set_clock", [](Store& s, int64_t v) { released(s, [&] { tasks_of(s).set_clock(v); }); })
       .def("drop_rows", &drop_rows)
       .def("owned_rows", &owned_rows)
       .def("lengths_of_rows", &lengths_of_rows)

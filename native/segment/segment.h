@@ -19,11 +19,13 @@
 //     step_nodes   u64 [...]                      inner nodes of the sum tree over the step words' priorities
 //     journals     StepJournal [257]              whose sums are in doubt should a process die: one a client, and one
 //                                                 of the lock's holder
-//     tasks        TaskTable                      axes, tasks and their counters; only with kRowSpans, as the three
-//     below task_words   u64 [capacity * (tasks + 1)]   state of each task of a row; the first is the insert's due u64
-//     [(tasks + 1) * ceil(capacity / 64)]  one bit a row and task: may be claimed; first: the row is free columns one
-//     array per field, a block per row, blocks 64-byte aligned spans        units of 64 bytes              values of
-//     fields that have their own length in each row
+//     tasks        TaskTable                      axes, tasks and their counters; this and the next two only with
+//                                                 kRowSpans
+//     task_words   u64 [capacity * (tasks + 1)]   state of each task of a row; the first is the insert's. Behind them,
+//                                                 i64 of as many: its version, or kNoVersion
+//     due          u64 [(tasks + 1) * ceil(capacity / 64)]  one bit a row and task: may be claimed; first: it is free
+//     columns                                     one array per field, a block per row, blocks 64-byte aligned
+//     spans        units of 64 bytes              values of fields that have their own length in each row
 //
 // A row's life, and its generation g (32 bits, wraps):
 //
@@ -85,8 +87,12 @@
 //
 // A row under way is on the order list at the place of its insert, has no bit and no priority, and keeps that of its
 // insert in heap_slot. A key names it by the generation that it gets when it is committed, so that keys last until the
-// row is free. Nothing is evicted in such a segment. Authoritative: the task words and the heads that they lead to.
-// Derived: due bits, counters of TaskTable, the heap's lists.
+// row is free. Nothing is evicted in such a segment. Authoritative: the task words, their versions and the heads that
+// they lead to. Derived: due bits, counters of TaskTable, the heap's lists, RowStatus::version.
+//
+// The version of a (row, task) is that of the policy which did it, or began it. It is stored after the word that says
+// claimed, and is void where a task is neither claimed nor done and keeps no span. A row's version is the least of its
+// tasks', or else its insert's.
 #pragma once
 
 #include <pthread.h>
@@ -388,6 +394,12 @@ struct TaskTable {
   std::atomic<uint64_t> under_way;      // rows
   std::atomic<uint64_t> dropped, given_up, set_back, revoked;  // rows, events
   uint32_t claims[kMaxClients];                                // of each client: rows claimed, and spans it is filling
+  std::atomic<uint64_t> most_in_flight;                        // rows, the limiter's; 0: no limit
+  std::atomic<uint64_t> max_stale;  // versions that a row may be behind the clock, + 1; 0: any number
+  std::atomic<int64_t> clock;       // version of the policy that is trained
+  std::atomic<uint64_t> stale;      // rows that were ended for their age
+  // Of each client: rows whose last sample it drew for batches that are not finished.
+  std::atomic<uint32_t> unfinished[kMaxClients];
   SpaceWaiter waiters[kMaxSpaceWaiters];
   SpanIndex index;
 };
@@ -415,6 +427,7 @@ struct TaskWord {
   }
 };
 static_assert(kMaxClients == 256);
+constexpr int64_t kNoVersion = INT64_MIN;
 
 constexpr uint64_t kControlOffset = 4096;
 constexpr uint64_t kPendingOffset = 6144;

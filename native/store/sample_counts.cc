@@ -3,21 +3,22 @@
 #include "base/errors.h"
 #include "store/remover_heap.h"
 #include "store/store.h"
+#include "store/tasks.h"
 
 namespace geartrain {
 
-void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
-                          std::span<uint8_t> taken) {
+uint64_t Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                              std::span<uint8_t> taken) {
   check_rows(rows);
   if (read_only() && header().max_times_sampled == 0) {  // not counted
     check_open();
     for (size_t i = 0; i < rows.size(); ++i) {
       taken[i] = generation_of(words()[rows[i]].load(kRelaxed)) == generations[i];
     }
-    return;
+    return 0;
   }
   ensure_client();
-  uint64_t counted = 0;
+  uint64_t counted = 0, used_up = 0;
   const uint64_t now = samples_so_far() + rows.size();
   const uint32_t limit = header().max_times_sampled;
   if (limit == 0) {
@@ -43,6 +44,7 @@ void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32
       ++counted;
       note_sampled(row, now);
       if (s.times_sampled.fetch_add(1, kRelaxed) + 1 < limit) continue;
+      ++used_up;
       // The last sample: no longer selectable, but readable under its generation until release_exhausted.
       if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).erase(row);
       if (per_step()) sums.begin(row);
@@ -53,8 +55,10 @@ void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32
       set_priority_locked(row, 0);
       if (per_step()) clear_steps(sums, row, generation_of(word) + 1);
     }
+    if (tasks_ != nullptr) tasks_->drawn(used_up);
   }
   count(control().counters.sampled, counted);
+  return used_up;
 }
 
 void Store::release_exhausted(std::span<const uint32_t> rows, std::span<const uint32_t> generations) {

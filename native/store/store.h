@@ -256,7 +256,9 @@ class Store final : public OpenStore {
   // Counts one sample against each key; a handle that changes nothing only looks whether it is stale. taken[i] is 0
   // when the key is stale or its samples are used up (draw again). With max_times_sampled, a row whose last sample this
   // is stays readable for this process, and for no other, until release_exhausted.
-  void count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations, std::span<uint8_t> taken);
+  // Returns how many rows' last samples these were, which count as in flight until Tasks::finished.
+  uint64_t count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
+                         std::span<uint8_t> taken);
   void release_exhausted(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
 
   // Expires rows older than max_age; returns how many. Cheap when there are none.

@@ -14,7 +14,6 @@
 namespace geartrain {
 namespace {
 
-constexpr size_t kRowsAHold = 64;
 constexpr uint8_t kDeathsAllowed = 3;
 constexpr uint32_t kFilled = 1;  // SpanHead::mark; of others the client that fills it, from bit 8 on
 constexpr uint64_t kShareOfTasks = 16;
@@ -64,6 +63,7 @@ Tasks::Tasks(Store& store, std::shared_ptr<const TaskTable> checked, TaskTable* 
       due_(due),
       due_stride_((store.header().capacity + 63) / 64),
       count_(described_->task_count),
+      versions_(reinterpret_cast<std::atomic<int64_t>*>(words + store.header().capacity * (count_ + 1))),
       heap_(&table->index, spans, described_->span_units) {
   for (uint32_t task = 1; task < count_; ++task) latest_first_.push_back(task);
   std::stable_sort(latest_first_.begin(), latest_first_.end(), [&](uint32_t one, uint32_t other) {
@@ -288,9 +288,14 @@ bool Tasks::begin_insert(std::span<TaskRow> rows) {
          " to tasks; create it with a larger span_bytes");
   }
   if (rows.empty()) return true;
+  check_in_flight(rows.size());
   Store::Guard guard(store_);
   Control& c = store_.control();
   store_.release_abandoned_locked();
+  if (!has_place_for(rows.size())) {
+    store_.reap_now_and_then();
+    if (!has_place_for(rows.size())) return false;
+  }
   if (c.free_count < rows.size()) store_.reap_locked();
   if (c.free_count < rows.size() || oldest_waiter() != nullptr) return false;
   if (units != 0 && heap_.free_units() < units + kept_from_inserts()) return false;
@@ -335,6 +340,9 @@ void Tasks::finish_insert(std::span<const TaskRow> rows, const CommitValues& val
     for (size_t i = 0; i < some.size(); ++i) {
       const uint32_t row = some[i].row;
       store_.write_values(row, at + i, values, fresh, first + i, now_ns);
+      version(row, 0).store(values.versions.empty() ? clock() : values.versions[at + i], kRelaxed);
+      for (uint32_t task = 1; task <= count_; ++task) version(row, task).store(kNoVersion, kRelaxed);
+      settle_version(row);
       if (some[i].span != 0) head(some[i].span).mark.store(kFilled, std::memory_order_release);
       set_word(row, 0, {.state = TaskState::done, .span = some[i].span});
       for (uint32_t task = 1; task <= count_; ++task) words(row)[task].store(0, kRelaxed);
@@ -473,6 +481,7 @@ std::vector<ClaimedRow> Tasks::claim(uint32_t task, const Asked& asked) {
       // Counted first: a claim that is not counted would not be looked for after this process's death.
       ++table_->claims[slot];
       set_word(row, task, word);
+      if (!asked.later) set_version(row, task, clock());
       figures(task).claimed.fetch_add(1, kRelaxed);
       claimed.push_back({row, generation_of(store_.words()[row].load(kRelaxed)) | 1, word.claim});
       ++here;
@@ -518,6 +527,17 @@ void Tasks::no_claim(TaskWord& word, uint32_t task) {
   word.slot = 0;
 }
 
+// A task that nobody does has a version as long as it keeps what was appended.
+void Tasks::forget_version(uint32_t row, uint32_t task) {
+  const TaskWord its = word(row, task);
+  if (its.state != TaskState::not_done) return;
+  for (Chain at(*this, its.span); at; at.next()) {
+    if (at.head().mark.load(kRelaxed) == kFilled) return;
+  }
+  version(row, task).store(kNoVersion, kRelaxed);
+  settle_version(row);
+}
+
 // A claimed row becomes due again. Spans that another thread is filling stay until it has noticed.
 void Tasks::unclaim(uint32_t row, uint32_t task, bool died, Woken& woken) {
   TaskWord its = word(row, task);
@@ -529,6 +549,7 @@ void Tasks::unclaim(uint32_t row, uint32_t task, bool died, Woken& woken) {
     return head.mark.load(kRelaxed) == kFilled && (!keep || head.axis == 0);
   };
   sift(row, task, its, 0, lost, woken);
+  forget_version(row, task);
   if (died) {
     figures(task).deaths.fetch_add(1, kRelaxed);
     if (its.deaths >= kDeathsAllowed && !rebuilding_) {
@@ -539,7 +560,7 @@ void Tasks::unclaim(uint32_t row, uint32_t task, bool died, Woken& woken) {
   } else {
     figures(task).released.fetch_add(1, kRelaxed);
   }
-  if (is_ready(row, task)) set_due(task, row, woken);
+  if (!end_if_stale(row, woken) && is_ready(row, task)) set_due(task, row, woken);
 }
 
 // Does something with each row that is still claimed so. Returns how many are not.
@@ -564,6 +585,10 @@ size_t Tasks::for_claimed(uint32_t task, std::span<const ClaimedRow> rows, const
 
 size_t Tasks::release(uint32_t task, std::span<const ClaimedRow> rows) {
   return for_claimed(task, rows, "released", [&](uint32_t row, Woken& woken) { unclaim(row, task, false, woken); });
+}
+
+void Tasks::say_version(uint32_t task, std::span<const ClaimedRow> rows, int64_t version) {
+  for_claimed(task, rows, "claimed", [&](uint32_t row, Woken&) { set_version(row, task, version); });
 }
 
 size_t Tasks::drop(uint32_t task, std::span<const ClaimedRow> rows) {
@@ -746,7 +771,14 @@ void Tasks::finish(Write write, uint32_t task, std::span<TaskRow> rows) {
       set_word(each.row, task, its);
       const auto lost = [](const SpanHead& one) { return one.mark.load(kRelaxed) == kFilled; };
       sift(each.row, task, its, span, lost, woken);
-      if (write == Write::put) task_done(each.row, task, sums, woken);
+      if (write != Write::put) continue;
+      if (is_stale(each.row) && !is_held(each.row)) {
+        figures(task).done.fetch_add(1, kRelaxed);
+        not_remaining(task, woken);
+        end_if_stale(each.row, woken);
+      } else {
+        task_done(each.row, task, sums, woken);
+      }
     }
   }
 }
@@ -937,6 +969,7 @@ void Tasks::set_back(uint32_t row, Woken& woken) {
     const uint64_t chain = its.span;
     its = {.claim = static_cast<uint16_t>((its.claim + 1) % kClaimNumbers), .span = chain};
     sift(row, task, its, 0, [](const SpanHead&) { return true; }, woken);
+    forget_version(row, task);
   }
   for (const uint32_t task : latest_first_) {
     if (record(task).after == 0) set_due(task, row, woken);
@@ -1147,6 +1180,7 @@ void Tasks::release_claims_of(uint32_t slot) {
   const bool died = slot != store_.client_slot_.load(kRelaxed);
   Woken woken(*this);
   if (end_waits([&](const SpaceWaiter& each) { return each.slot == slot; })) woken.space();
+  if (table_->unfinished[slot].exchange(0, kRelaxed) != 0) woken.space();
   const auto mine = [&](const SpanHead& head) { return head.mark.load(kRelaxed) == filled_by(slot); };
   const auto take_spans = [&](uint32_t row) {
     for (uint32_t task = 0; task <= count_; ++task) {
@@ -1181,6 +1215,9 @@ void Tasks::begin_rebuild(std::span<const bool> alive) {
     figures(task).remaining.store(0, kRelaxed);
   }
   for (uint32_t& claims : table_->claims) claims = 0;
+  for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
+    if (!lives(slot)) table_->unfinished[slot].store(0, kRelaxed);
+  }
   for (SpaceWaiter& each : table_->waiters) each.place.store(0, kRelaxed);
   table_->waiter_count.store(0, kRelaxed);
   table_->under_way.store(0, kRelaxed);
@@ -1253,8 +1290,10 @@ void Tasks::finish_rebuild(Store::Sums& sums) {
         figures(task).claimed.fetch_add(1, kRelaxed);
       }
       set_word(row, task, its);
+      if (task != 0) forget_version(row, task);
       if (way && task != 0 && its.state != TaskState::done) figures(task).remaining.fetch_add(1, kRelaxed);
     }
+    settle_version(row);
     if (!way) {
       const bool finished_row = state == RowState::committed || state == RowState::exhausted;
       if (count_ != 0 && finished_row) figures(last()).remaining.fetch_add(1, kRelaxed);
@@ -1300,7 +1339,15 @@ void Tasks::audit(const std::function<void(const std::string&)>& wrong) const {
         if (one.mark.load(kRelaxed) != kFilled && task != 0) ++claims[one.mark.load(kRelaxed) >> 8 & 0xff];
       }
       if (state == RowState::free && its.packed() != 0) wrong(message_of({"the free row ", row, " has a task"}));
+      const bool lives = state == RowState::under_way || state == RowState::committed;
+      if (task == 0 && lives && store_.status()[row].version.load(kRelaxed) != version_of(row)) {
+        wrong(message_of({"row ", row, " shows another version than its tasks have"}));
+      }
       if (task == 0) continue;
+      const bool bare = its.state == TaskState::not_done && its.span == 0;
+      if (state == RowState::under_way && bare && version(row, task).load(kRelaxed) != kNoVersion) {
+        wrong(message_of({"row ", row, " has a version of task ", task, ", which nobody has begun"}));
+      }
       if (its.state == TaskState::claimed) {
         ++claimed[task];
         ++claims[its.slot];
@@ -1312,6 +1359,11 @@ void Tasks::audit(const std::function<void(const std::string&)>& wrong) const {
       if (state == RowState::under_way && task == last() && is_ready(row, task)) {
         wrong(message_of({"row ", row, " is finished and not committed"}));
       }
+    }
+  }
+  for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
+    if (store_.client(slot).in_use == 0 && table_->unfinished[slot].load(kRelaxed) != 0) {
+      wrong(message_of({"client ", slot, " is gone, and rows of its batches still count as in flight"}));
     }
   }
   uint32_t waiting = 0;

@@ -22,6 +22,12 @@
 // Death. What a dead process had claimed is due again; what it was writing is freed, and what it had appended stays
 // where the task keeps it. After three deaths without an append or put a row is dropped.
 //
+// Limits. Rows in flight are counted from what is there: rows of inserts, under way or being written, rows that can be
+// drawn, and of each client those that it has drawn for batches which are not finished. An insert waits while these and
+// its own are more than the limit. The clock is the version of the policy that is trained. A row is stale whose version
+// is known by a task and lies further behind the clock than the limit. It is ended where nobody holds it: when the
+// clock advances, or when its last claim is put or given back.
+//
 // Threads and processes: any; words change under the store's lock, 64 rows a hold. Waits are the caller's, on futexes
 // (TaskFigures::changes, TaskTable::space_changes), which never tell more than that it is worth to look again.
 #pragma once
@@ -111,6 +117,7 @@ class Tasks {
     size_t most = 1;         // rows
     uint64_t max_items = 0;  // of an axis, together; 0: no limit. One row may have more
     uint32_t axis = 0;       // counted from 1
+    bool later = false;      // say_version() follows; else the rows have the clock's
   };
   std::vector<ClaimedRow> claim(uint32_t task, const Asked& asked);
   // Rows become due again; those that are not this process's by that claim are passed over. Returns how many were not.
@@ -118,6 +125,9 @@ class Tasks {
   size_t drop(uint32_t task, std::span<const ClaimedRow> rows);
   // Whether each is still this process's by that claim. Without the lock.
   bool owns(uint32_t task, const ClaimedRow& row) const;
+  // The version of the policy that works on claimed rows. What an earlier claim has left keeps its own, if that is
+  // older.
+  void say_version(uint32_t task, std::span<const ClaimedRow> rows, int64_t version);
 
   // --- writing ------------------------------------------------------------------------------------------------
 
@@ -137,6 +147,25 @@ class Tasks {
   enum class Room : uint8_t { made, wait, given_up, never };
   Room make_room(uint32_t task, const TaskRow& row);
   void stop_waiting();  // for room, without having got it
+
+  // --- limits: task_limits.cc -----------------------------------------------------------------------------------
+
+  struct Limits {
+    uint64_t in_flight = 0;             // rows; 0: no limit
+    std::optional<uint64_t> max_stale;  // versions behind the clock
+  };
+  Limits limits() const;
+  void set_limits(const Limits& limits);
+  uint64_t in_flight() const;  // exact under the lock
+  // Throws full for an insert of more rows than may be in flight.
+  void check_in_flight(uint64_t rows) const;
+  // Batches of this client, of so many rows that the draw used up, are finished or given up.
+  void finished(uint64_t rows);
+  int64_t clock() const { return table_->clock.load(kRelaxed); }
+  int64_t advance(int64_t version);  // the clock never goes back; returns it
+  void set_clock(int64_t version);   // of a loaded state
+  // Whether a row's version is further behind the clock than allowed. Without the lock.
+  bool is_stale(uint32_t row) const;
 
   // --- waits --------------------------------------------------------------------------------------------------
 
@@ -166,6 +195,9 @@ class Tasks {
   bool freed(uint32_t row);                  // its spans and words; false where somebody is writing one still
   bool drop_locked(uint32_t row, uint32_t generation);
   void release_claims_of(uint32_t slot);  // of a client that is gone
+  void drawn(uint64_t rows) {             // for the last time, by this client
+    table_->unfinished[store_.client_slot_.load(kRelaxed)].fetch_add(static_cast<uint32_t>(rows), kRelaxed);
+  }
   void begin_rebuild(std::span<const bool> alive);
   bool survives(uint32_t row) const;  // a row under way, in a rebuild
   void finish_rebuild(Store::Sums& sums);
@@ -190,6 +222,7 @@ class Tasks {
     bool space_ = false;
   };
   struct Chain;  // a walk along the spans of a word, bounded
+  static constexpr size_t kRowsAHold = 64;
 
   TaskFigures& figures(uint32_t task) const { return table_->figures[task]; }
   const TaskRecord& record(uint32_t task) const { return described_->tasks[task]; }
@@ -203,6 +236,18 @@ class Tasks {
   SpanHead& head(uint64_t span) const;
   uint64_t sequence(uint32_t row) const;
   bool under_way(uint32_t row) const;
+  std::atomic<int64_t>& version(uint32_t row, uint32_t task) const {
+    return versions_[uint64_t{row} * (count_ + 1) + task];
+  }
+  int64_t known_version(uint32_t row) const;  // by its tasks; kNoVersion: by none
+  int64_t version_of(uint32_t row) const;     // as the row shows it
+  void settle_version(uint32_t row);
+  void set_version(uint32_t row, uint32_t task, int64_t said);
+  void forget_version(uint32_t row, uint32_t task);  // unless something is left of the task
+  bool is_held(uint32_t row) const;
+  bool end_if_stale(uint32_t row, Woken& woken);  // a row under way
+  void end_stale_rows();
+  bool has_place_for(uint64_t rows) const;
   void locked_lengths(uint32_t row, AxisLengths* out) const;
   uint64_t take_span(uint32_t task, const TaskRow& from, uint8_t axis);
   void hang(uint64_t span, uint32_t task, const TaskRow& from, uint8_t axis);
@@ -249,6 +294,7 @@ class Tasks {
   std::atomic<uint64_t>* due_;
   uint64_t due_stride_;
   uint32_t count_;
+  std::atomic<int64_t>* versions_;  // behind the words
   SpanHeap heap_;
   std::vector<uint32_t> latest_first_;  // tasks without the last one: those that come after others first
   std::vector<SpanLayout> layouts_;     // of each task's puts

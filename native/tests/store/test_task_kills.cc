@@ -93,6 +93,7 @@ void check_survivor(Store& store, const Scenario& scenario, size_t instruction) 
     for (const std::string& problem : store.audit()) complain("after the survivor's put: ", problem);
   }
   const uint64_t rows = tasks.table().under_way.load() + store.committed_count();
+  if (tasks.in_flight() != rows + store.counts().writing) complain(tasks.in_flight(), " rows are in flight");
   if (!scenario.may_lose_rows && rows < 6) complain("of 6 rows ", rows, " are there");
   uint64_t done[kTrain] = {};
   for (uint32_t row = 0; row < store.header().capacity; ++row) {
@@ -238,6 +239,26 @@ std::vector<Scenario> scenarios() {
       store.release_exhausted(all, theirs);
     };
   };
+  const auto finish_batch = [](Store& store) -> std::function<void()> {
+    train(store);
+    return [&store] { store.tasks()->finished(1); };
+  };
+  const auto say_version = [](Store& store) -> std::function<void()> {
+    store.tasks()->advance(3);
+    claimed = store.tasks()->claim(kAnswer, {.most = 3, .later = true});
+    return [&store] { store.tasks()->say_version(kAnswer, claimed, 2); };
+  };
+  // Of a row with appended spans, one that is answered and one that is finished.
+  const auto advance = [](Store& store) -> std::function<void()> {
+    store.tasks()->set_limits({.in_flight = 8, .max_stale = 0});
+    return [&store] { store.tasks()->advance(1); };
+  };
+  const auto put_stale = [begun](Store& store) -> std::function<void()> {
+    begun(store, Write::put, kAnswer, kLengths, 0);
+    store.tasks()->set_clock(1);
+    store.tasks()->set_limits({.in_flight = 8, .max_stale = 0});
+    return [&store] { store.tasks()->finish(Write::put, kAnswer, rows); };
+  };
   const auto rebuild = [begun](Store& store) -> std::function<void()> {
     begun(store, Write::put, kAnswer, kLengths, 0);
     return [&store] { store.rebuild(); };
@@ -273,6 +294,10 @@ std::vector<Scenario> scenarios() {
       {"delete", remove, options_of_tests(8, 16 << 10), true},
       {"set back", set_back, options_of_tests(8, 16 << 10), false, true},
       {"train", train_one, options_of_tests(8, 16 << 10), true},
+      {"finish a batch", finish_batch, options_of_tests(8, 16 << 10), true},
+      {"say a version", say_version},
+      {"advance the clock", advance, options_of_tests(8, 16 << 10), true},
+      {"put stale rows", put_stale, options_of_tests(8, 16 << 10), true},
       {"rebuild", rebuild},
       {"reap", reap},
   };

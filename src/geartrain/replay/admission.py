@@ -1,6 +1,7 @@
-"""Rows that the stores' rate limiters have admitted for one batch.
+"""Rows of one batch as the stores' limiters count them.
 
-If the batch is not delivered, the admitted rows are given back to the rate limiters.
+Rate limiters have admitted them: if the batch is not delivered, they are given back. In stores with tasks they are in
+flight until the batch is finished.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ class Admitting(Protocol):
         """Tells the rate limiter that n of the rows that it admitted are not drawn."""
         ...
 
+    def finish(self, n: int) -> None:
+        """Tells the store that the batch of n rows is finished, whose last samples it had."""
+        ...
+
 
 class Admission(dict[Admitting, int]):
     """Rows that rate limiters have admitted for one batch, by store: kept with the batch, or given back.
@@ -24,7 +29,11 @@ class Admission(dict[Admitting, int]):
         return BuiltBatch(rows, state, admission=admission)
     """
 
-    __slots__ = ()
+    __slots__ = ("used_up",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used_up: dict[Admitting, int] = {}  # rows whose last samples were drawn, by store
 
     def keep(self, store: Admitting, n: int) -> None:
         """Gives back what the store's rate limiter has admitted beyond n rows."""
@@ -38,6 +47,13 @@ class Admission(dict[Admitting, int]):
         while self:
             store, n = self.popitem()
             store.give_back(n)
+        self.finish()
+
+    def finish(self) -> None:
+        """The batch's rows are in flight no more. A second time there is nothing left."""
+        while self.used_up:
+            store, n = self.used_up.popitem()
+            store.finish(n)
 
     def __enter__(self) -> Admission:
         return self

@@ -77,7 +77,8 @@ class BatchLoader:
         either = config.prefetch > 0 and not builder.overlaps and builder.update_lag is None
         self._placement = BuildPlacement(config.prefetch) if either else None
         self._updates: list[PriorityUpdate] = []
-        self._admission = Admission()  # of the newest batch
+        self._newest = [Admission()]  # of the newest batch
+        weakref.finalize(self, _finish_newest, self._newest)
         self._stop: int | None = None  # the step after the last one that is wanted
         self._asked = -1  # the last step that the thread has leave to build
         self._ahead: Prefetcher[BuiltBatch] | None = None
@@ -97,6 +98,7 @@ class BatchLoader:
         self._make_locks()
         if was_shut:
             self._shut.set()
+        self._newest[0] = Admission()  # the parent's
 
     # --- batches --------------------------------------------------------------------------------------------
 
@@ -115,6 +117,7 @@ class BatchLoader:
             WaitTimeoutError: not within the time; the next call may have it.
             StoreClosedError: `shut` was called. And what the builder raises.
         """
+        self.finish_batch()
         placement = self._placement
         built = self._build_here() if self._builds_here() else self._next_ahead()
         if placement is not None:
@@ -124,7 +127,7 @@ class BatchLoader:
                 built.deliver()
         self.step += 1
         self.state = built.state
-        self._admission = built.admission
+        self._newest[0] = built.admission
         return built
 
     def _build_here(self) -> BuiltBatch:
@@ -136,10 +139,14 @@ class BatchLoader:
             self._builder.restart()
             raise
 
+    def finish_batch(self) -> None:
+        """The consumer is through with the batch that it got last: its rows are in flight no more."""
+        self._newest[0].finish()
+
     def put_back(self, step: int, state: State) -> None:
         """Goes back to a step, whose batch nobody gets: it is built again, from this state, when it is asked for."""
         self.restart()
-        self._admission.give_back()
+        self._newest[0].give_back()
         self.step, self.state = step, state
 
     def _next_ahead(self) -> BuiltBatch:
@@ -287,6 +294,10 @@ class BatchLoader:
         ahead = self._ahead  # its thread may drop it meanwhile
         if ahead is not None:
             ahead.interrupt(error)
+
+
+def _finish_newest(newest: list[Admission]) -> None:
+    newest[0].finish()
 
 
 def _drop(batch: StartedBatch) -> None:

@@ -310,6 +310,13 @@ def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayCo
     over_steps = isinstance(selection, Epochs) and selection.over == "steps"
     if over_steps or any(traits_of(each).over_steps for each in strategies_of(selection)):
         raise ArgumentError(f"{what}: its rows have no steps, so that rows must be drawn; found {selection!r}")
+    for store in stores:
+        limit, rows = store.limiter.state().most_in_flight, max(config.batch_size, config.min_rows or 0)
+        if limit is not None and limit < rows:
+            raise ArgumentError(
+                f"{what}, and its limiter lets {limit} rows be in flight: a batch that needs {rows} would never be "
+                f"drawn. Raise store.limiter.set(in_flight=)"
+            )
     return True
 
 

@@ -302,6 +302,9 @@ class Replay:
                     self._loader.put_back(step, [begun])
                 return
             yield batch
+        with self._turn:
+            if iteration == self._iteration:
+                self._loader.finish_batch()
 
     def _epoch(self) -> int:
         """The pass that the next batch is of, with `Epochs`; 0 without, and in a mixture, whose passes end apart."""
@@ -420,17 +423,23 @@ class Replay:
     def state_dict(self) -> dict[str, Any]:
         """The replay's position, as a few numbers for JSON.
 
-        With the same rows, a replay that loads it draws the same batches.
+        With the same rows, a replay that loads it draws the same batches. Of a store with tasks it has the clock.
 
         Call `settle` first if you update priorities.
         """
+        clocks = {} if (store := self._with_tasks()) is None else {"clock": store.clock}
         return {
             "seed": self.selection.seed,
             "step": self.step,
             "state": [dict(state) for state in self._loader.state],
             "exponents": [sampler.alpha for sampler in self._builder.samplers],
+            **clocks,
             **self._identities(),
         }
+
+    def _with_tasks(self) -> Store | None:
+        """The store, if it has tasks; no mixture has such a store."""
+        return self.stores[0] if self.stores[0].tasks else None
 
     def _identities(self) -> dict[str, list[str]]:
         """Identities of the stores, in their order. Names may differ between ranks, which save one state."""
@@ -438,7 +447,7 @@ class Replay:
         return found if self._of_job else {**found, "names": [store.name for store in self.stores]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from where `state_dict` was taken.
+        """Continues from where `state_dict` was taken. A store with tasks gets the clock of then.
 
         Args:
             state: what `state_dict` returned.
@@ -457,6 +466,9 @@ class Replay:
             for sampler, alpha in zip(self._builder.samplers, state["exponents"], strict=True):
                 sampler.alpha = float(alpha)
             self._builder.rewind()
+            store = self._with_tasks()
+            if store is not None and "clock" in state and not store.read_only:
+                store.native.set_clock(int(state["clock"]))
 
     def stats(self) -> dict[str, Any]:
         """Figures since the first batch, as a dict.
@@ -547,6 +559,7 @@ class Replay:
         if waited and self._builder.collective:
             self._loader.leave(_CLOSED_MEANWHILE)
         self._loader.restart()
+        self._loader.finish_batch()
         released, self._released = self._released, True
         if not released and not self._foreign:
             self._builder.close()

@@ -269,10 +269,12 @@ class StoreSampler(StoreWaits):
         begun = self.begin(n, step, state, admission, None, 0, transfer, 0)
         try:
             rows, after = begun.finish()
+            values = transfer.taken()
         except BaseException:
             begun.abandon()
             raise
-        return rows, transfer.taken(), after
+        admission.used_up[self] = begun.begun.used_up
+        return rows, values, after
 
     def settle_rows(
         self,

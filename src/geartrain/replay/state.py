@@ -32,6 +32,7 @@ def checked_state(state: object, seed: int | None, identities: Mapping[str, list
         raise ArgumentError(f"this is no state of a replay: it has no {', '.join(missing)}")
     check_seed(found["seed"])
     whole_number("the state's step", found["step"], 2**63 - 1)
+    whole_number("the state's clock", found.get("clock", 0), 2**63 - 1)
     for name in ("state", "exponents", "stores", "names"):
         if not isinstance(found.get(name, []), (list, tuple)):
             raise ArgumentError(f"the state's {name!r} has an entry for each store, found {found[name]!r}")

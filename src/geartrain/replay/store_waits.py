@@ -116,6 +116,12 @@ class StoreWaits:
             with contextlib.suppress(StoreClosedError):  # its counts are out of reach
                 self._store.limiter.give_back(samples=n)
 
+    def finish(self, n: int) -> None:
+        """Tells the store that the batch of n rows is finished, whose last samples it had."""
+        if n:
+            with contextlib.suppress(StoreClosedError):  # which took them off
+                self._store.native.finished(n)
+
     def wait_for_rows(self, until_s: float) -> None:
         """Waits until the store has `min_rows` and `min_steps`, as long as another process could insert some.
 

@@ -7,8 +7,8 @@ older row needed the room, nothing is written through the claim any more.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, SupportsIndex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,35 @@ from geartrain.store.span_values import Source, check_names, collect
 PUT, APPEND, REWRITE = 0, 1, 2
 _STALE, _WAITS = 1, 2
 _MOST_ITEMS = 2**31 - 1
+
+
+class Versioned(Protocol):
+    """What knows the version of a policy, such as a `weights.Reader`."""
+
+    @property
+    def version(self) -> int | None:
+        """The version now; None: there is none yet."""
+        ...
+
+
+#: Who says which version of the policy works on a claim; None: the store's clock.
+Version = int | Versioned | Callable[[], int | None] | None
+
+
+def check_version(version: Version) -> Version:
+    """What `version=` was given, if it is one. Raises `ArgumentError`."""
+    if version is None or hasattr(version, "version") or callable(version):
+        return version
+    return whole_number("version", version, 2**63 - 1)
+
+
+def version_of(version: Version) -> int | None:
+    """The version that is said now. Raises `ArgumentError` for what is no whole number."""
+    if version is not None and hasattr(version, "version"):
+        said: Any = version.version
+    else:
+        said = version() if callable(version) else version
+    return None if said is None else whole_number("version", said, 2**63 - 1)
 
 
 def timed_out(native: _native.Store, what: str) -> WaitTimeoutError:
@@ -156,6 +185,11 @@ class ClaimedRow:
             StaleClaimError: the row was dropped or taken back before it was read.
         """
         return self._claim._of_row(self._index, name)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the row is too old, as in `Claim.stale`."""
+        return bool(self._claim.stale[self._index])
 
     def length(self, axis: str) -> int:
         """Items of an axis.
@@ -314,6 +348,19 @@ class Claim(PackedFields):
 
     def __repr__(self) -> str:
         return f"Claim({self.task!r}, {len(self)} rows)"
+
+    @property
+    def stale(self) -> NDArray[np.bool_]:
+        """(n,) whether rows are further behind the store's clock than `limiter.set(max_stale=)` allows, by now.
+
+        A put still takes effect, but the row is removed then, as it is by a release that keeps what was appended. Rows
+        that are gone are not stale.
+        """
+        return self._native.stale_rows(self.keys.row, self.keys.generation).astype(bool)
+
+    def say_version(self, version: int) -> None:
+        """Internal: sets the version of the policy that works on the rows."""
+        self._native.say_version(self._number, self.keys.row, self.keys.generation, self._claims, version)
 
     # --- reading ----------------------------------------------------------------------------------------------
 
@@ -722,4 +769,16 @@ def _one_row(value: Any) -> Any:
         return [value]
 
 
-__all__ = ["APPEND", "PUT", "REWRITE", "Claim", "ClaimedRow", "Partial", "timed_out", "write_rows"]
+__all__ = [
+    "APPEND",
+    "PUT",
+    "REWRITE",
+    "Claim",
+    "ClaimedRow",
+    "Partial",
+    "Version",
+    "check_version",
+    "timed_out",
+    "version_of",
+    "write_rows",
+]

@@ -206,9 +206,10 @@ class StoreHandle:
         abandoned, reclaimed, sampled, torn, stale_keys, priorities_updated, priorities_saturated,
         priorities_rounded_up, repairs.
 
-        With tasks also rows that are under_way, those that were dropped and given_up (dropped after three deaths), how
-        often a row was set_back to its insert and a claim revoked to make room, and span_bytes with those that are
-        free, free_span_bytes. `task_stats` has the figures of each task.
+        With tasks also rows that are under_way and in_flight (`RateLimiter.set`), those that were dropped, given_up
+        (dropped after three deaths) and stale (removed for their age), and the clock. With axes or tasks also how often
+        a row was set_back to its insert and a claim revoked to make room, and span_bytes with those that are free,
+        free_span_bytes. `task_stats` has the figures of each task.
         """
         counts = dict(self.native.counters())
         if self.plan is not None:

@@ -9,6 +9,10 @@ behind. The settings have Reverb's names. native/segment/rate_limiter.h has the 
 With `unit="steps"` the ratio is samples per step instead of per row, as for DQN and SAC:
 
     store.limiter.set(samples_per_insert=4, min_size_to_sample=10_000, unit="steps")
+
+A store with tasks also limits the rows in flight, and how far rows may be behind its clock (docs/tasks.md):
+
+    store.limiter.set(in_flight=512, max_stale=4)
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ _RATIO = "a finite number above zero"
 #: What a limiter counts as an insert.
 Unit = Literal["rows", "steps"]
 UNITS = ("rows", "steps")
+#: A limit of stores with tasks; None: no limit, "keep": as it is.
+Limit = int | Literal["keep"] | None
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,10 @@ class LimiterState:
         unit, samples_per_insert, min_size_to_sample, error_buffer: as in `RateLimiter.set`; 0 for no ratio.
         inserts, samples: rows or steps inserted, and rows of batches sampled, since it was set.
         insert_wait_s, sample_wait_s: seconds that threads of all processes have waited, together.
+        in_flight: rows of a store with tasks whose batch the training loop has not finished. They are being inserted,
+            under way, to be drawn, or in a batch.
+        most_in_flight: the limit of `in_flight`; None for no limit.
+        max_stale: versions that a row may be behind the store's clock; None for any number.
     """
 
     enabled: bool
@@ -63,6 +73,9 @@ class LimiterState:
     samples: int
     insert_wait_s: float
     sample_wait_s: float
+    in_flight: int | None = None
+    most_in_flight: int | None = None
+    max_stale: int | None = None
 
     @property
     def lead(self) -> float:
@@ -70,8 +83,14 @@ class LimiterState:
         return self.samples_per_insert * (self.inserts - self.min_size_to_sample) - self.samples
 
     def __str__(self) -> str:
-        if not self.enabled:
-            return "no limits"
+        limits = [self._ratio()] if self.enabled else []
+        if self.most_in_flight is not None:
+            limits.append(f"{self.in_flight} rows in flight of at most {self.most_in_flight}")
+        if self.max_stale is not None:
+            limits.append(f"rows at most {self.max_stale} versions old")
+        return "; ".join(limits) or "no limits"
+
+    def _ratio(self) -> str:
         of = "insert" if self.unit == "rows" else "step"
         ratio = f"{self.samples_per_insert:g} samples per {of}" if self.samples_per_insert else "no ratio"
         return (
@@ -82,6 +101,8 @@ class LimiterState:
 
 class RateLimiter:
     """Keeps a ratio between samples and inserts of one store, over all processes. It is off until you call `set`.
+
+    With tasks it also limits the rows in flight, and their age.
 
     Args:
         native: set by the store; use `store.limiter`.
@@ -116,10 +137,12 @@ class RateLimiter:
         self,
         *,
         samples_per_insert: float | None = None,
-        min_size_to_sample: int = 1,
+        min_size_to_sample: int | None = None,
         error_buffer: float | None = None,
         unit: Unit = "rows",
         afresh: bool | None = None,
+        in_flight: Limit = "keep",
+        max_stale: Limit = "keep",
     ) -> None:
         """Sets or changes the limits. Processes that wait check the new ones at once.
 
@@ -127,7 +150,7 @@ class RateLimiter:
             samples_per_insert: samples for each row inserted, on average; with `unit="steps"` for each step. A sample
                 is one row of a batch, whatever the batch shows of it: a transition is one sample. None enforces only
                 `min_size_to_sample`.
-            min_size_to_sample: samples wait until this many rows, or steps, are available.
+            min_size_to_sample: samples wait until this many rows, or steps, are available; 1 by default.
             error_buffer: how far either side may run ahead, in samples. A batch may have at most `2 * error_buffer -
                 samples_per_insert` rows. By default `min_size_to_sample * samples_per_insert`, plus ten inserts' worth;
                 with `unit="steps"`, plus that of ten of the longest rows.
@@ -135,10 +158,27 @@ class RateLimiter:
                 can be sampled: those of a recorder when their row is published (`publish_every`) or completed.
             afresh: count inserts and samples from zero. By default True if the limiter was off, or the ratio or the
                 unit changes.
+            in_flight: most rows in flight, of a store with tasks: inserts wait for others to be finished. A row is in
+                flight from its insert until the training loop asks for the batch after its own. Rows in prefetched
+                batches are in flight; rows that were dropped, given up or too old are not. None takes the limit off.
+            max_stale: most versions that a row may be behind `Store.clock`, of a store with tasks. Older rows are
+                removed unless a process holds them; `Claim.stale` tells those that do. None takes the limit off.
+
+        `in_flight` and `max_stale` stay as they are unless you pass them, and so does the ratio if you pass nothing
+        else.
 
         Raises:
-            ArgumentError: with this buffer neither side could ever move, or a value is out of range.
+            ArgumentError: with this buffer neither side could ever move, a value is out of range, or the store has no
+                tasks and `in_flight` or `max_stale` is given.
         """
+        of_tasks = self._limits_of_tasks(in_flight, max_stale)
+        if of_tasks is not None and (samples_per_insert, min_size_to_sample, error_buffer, unit, afresh) == (
+            None, None, None, "rows", None,
+        ):  # fmt: skip
+            self._native.limit_tasks(*of_tasks)
+            return
+        if min_size_to_sample is None:
+            min_size_to_sample = 1
         ratio = 0.0 if samples_per_insert is None else check_real("samples_per_insert", samples_per_insert, _RATIO)
         if not (0 < ratio < float("inf") or samples_per_insert is None):
             raise ArgumentError(f"samples_per_insert is a finite number above zero, found {samples_per_insert}")
@@ -163,10 +203,34 @@ class RateLimiter:
         else:
             afresh = not before.enabled or before.samples_per_insert != ratio or before.unit != unit
         self._native.limit(True, ratio, int(min_size_to_sample), float(error_buffer), afresh, steps)
+        if of_tasks is not None:
+            self._native.limit_tasks(*of_tasks)
+
+    def _limits_of_tasks(self, in_flight: Limit, max_stale: Limit) -> tuple[int | None, int | None] | None:
+        """Both limits of stores with tasks as they are to be; None where they stay."""
+        if in_flight == "keep" and max_stale == "keep":
+            return None
+        now = self.state()
+        if now.in_flight is None:
+            raise ArgumentError(
+                "in_flight= and max_stale= limit rows that pass through tasks, and this store has none: limit it by "
+                "samples_per_insert=, or create it with tasks="
+            )
+        if in_flight == "keep":
+            in_flight = now.most_in_flight
+        elif in_flight is not None:
+            in_flight = whole_number("in_flight", in_flight, 2**32, least=1)
+        if max_stale == "keep":
+            max_stale = now.max_stale
+        elif max_stale is not None:
+            max_stale = whole_number("max_stale", max_stale, 2**62)
+        return in_flight, max_stale
 
     def off(self) -> None:
-        """Turns the limiter off. Calls that wait continue."""
+        """Turns the limiter off, `in_flight` and `max_stale` included. Calls that wait continue."""
         now = self.state()
+        if now.in_flight is not None:
+            self._native.limit_tasks(None, None)
         steps = now.unit == "steps"
         self._native.limit(False, now.samples_per_insert, now.min_size_to_sample, now.error_buffer, False, steps)
 
@@ -279,4 +343,4 @@ def _checked(n: int, timeout_s: float = 0.0) -> tuple[int, float]:
     return whole_number("the number of rows", n, 2**32), timeout(timeout_s)
 
 
-__all__ = ["UNITS", "LimiterState", "RateLimiter", "Unit"]
+__all__ = ["UNITS", "Limit", "LimiterState", "RateLimiter", "Unit"]

@@ -10,17 +10,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from geartrain.core.arguments import check_whole, default_threads, shown, some_of, timeout
+from geartrain.core.arguments import check_whole, default_threads, shown, some_of, timeout, whole_number
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, NoSpaceError, SchemaError, StoreClosedError, WaitTimeoutError
-from geartrain.store.claims import REWRITE, Claim, timed_out, write_rows
+from geartrain.store.claims import REWRITE, Claim, Version, check_version, timed_out, version_of, write_rows
 from geartrain.store.columns import as_column
 from geartrain.store.insert import CASTINGS, Casting
 from geartrain.store.packed import check_output
 from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
 from geartrain.store.span_values import check_names, collect, lengths_given, part_of
-from geartrain.store.waiting_claims import claim_later
+from geartrain.store.waiting_claims import Asked, claim_later
 from geartrain.store.writable import WritableStore
 
 Output = Literal["torch", "numpy"]
@@ -57,7 +57,7 @@ class TaskedStore(WritableStore):
             lengths: (n,) steps of each row; t by default. In a store with axes: (n,) items of the insert's axis in each
                 row, or a dict of such arrays by axis.
             priorities: (n,) finite and >= 0; by default the store's `new_priority`.
-            versions: (n,) integers; 0 by default.
+            versions: (n,) integers; 0 by default, and with tasks the store's clock.
             threads: threads that copy; by default up to 4 of the cores this process may use.
             casting: conversions to the fields' dtypes that are allowed, as in NumPy: "no", "safe" (int16 to float32) or
                 "same_kind" (float64 to float32). Lists of Python's numbers are converted if they fit.
@@ -66,8 +66,9 @@ class TaskedStore(WritableStore):
         Raises:
             SchemaError: an array has another shape or dtype than its field. Nothing is written.
             FieldError: a field is missing, or the store has no such field. Nothing is written.
-            StoreFullError: too many blocks are being written.
-            WaitTimeoutError: no room within `timeout_s`. The message says how many rows are under way, due and kept.
+            StoreFullError: too many blocks are being written, or more rows than `limiter.set(in_flight=)` allows.
+            WaitTimeoutError: no room within `timeout_s`, or too many rows in flight. The message says how many rows are
+                under way, due and kept.
             NoSpaceError: the rows are larger than all of `span_bytes`.
             ArgumentError: `timeout_s` for a store that evicts rows and does not wait.
 
@@ -110,6 +111,7 @@ class TaskedStore(WritableStore):
         n, sources, table = collect(plan, given, given, known=known, how=how, casting=casting)
         if n == 0:
             return Keys.empty()
+        self.native.check_in_flight(n)
         as_priorities = as_column(priorities, n, np.float64, "priorities")
         as_versions = as_column(versions, n, np.int64, "versions")
         piece = max(1, min(_PIECE, self.capacity // 2))
@@ -119,11 +121,25 @@ class TaskedStore(WritableStore):
         try:
             found = self.native.insert_with_spans(n, sources, table, as_priorities, as_versions, threads, timeout_s)
             if found is None:
-                raise timed_out(self.native, f"{n} rows could not be inserted within {timeout_s:g} s")
+                raise self._waited_for_room(n, timeout_s)
         except BaseException:
             self.limiter.give_back(inserts=n)
             raise
         return Keys.of_rows(*found, self.id)
+
+    def _waited_for_room(self, n: int, timeout_s: float) -> WaitTimeoutError:
+        """The error of an insert that timed out: which limit it waited for, and by what that is reached."""
+        what, state = f"{n} rows could not be inserted within {timeout_s:g} s", self.limiter.state()
+        if state.most_in_flight is None or (state.in_flight or 0) + n <= state.most_in_flight:
+            return timed_out(self.native, what)
+        figures = self.native.task_figures()
+        due = [f"{name!r} {its['due'] + its['claimed']}" for name, its in list(self.task_stats().items())[:-1]]
+        return WaitTimeoutError(
+            f"{what}: {state.in_flight} rows are in flight, and the limiter lets {state.most_in_flight} be: "
+            f"{figures['under_way']} are under way (due and claimed: {', '.join(due) or 'none'}), {len(self)} wait to "
+            f"be drawn, the others are being inserted or in batches that are not finished. Start processes for what "
+            f"lags, or raise limiter.set(in_flight=)"
+        )
 
     def _insert_pieces(
         self, given: Any, known: Any, priorities: Any, versions: Any, threads: Any, casting: Any, timeout_s: Any,
@@ -178,6 +194,7 @@ class TaskedStore(WritableStore):
         of: str | None = None,
         timeout_s: float | None = None,
         output: Output = "torch",
+        version: Version = None,
     ) -> Iterator[Claim]:
         """Claims due rows of a task again and again: a loop over claims, oldest rows first.
 
@@ -195,13 +212,16 @@ class TaskedStore(WritableStore):
             of: name of the axis that `max_items` counts; by default the store's only one.
             timeout_s: longest wait for a due row, in seconds; by default there is no limit.
             output: "torch" reads tensors, "numpy" arrays.
+            version: version of the policy that this process works with, for staleness: a number, an object with
+                `version` such as a `weights.Reader`, or a function. It is asked at each claim. By default, and where it
+                is None, `clock`. See `batch.version`.
 
         Returns:
             An iterator over claims.
 
         Raises:
             SchemaError: the store has no such task or axis, or it is the last task.
-            ArgumentError: `n` or `max_items` is not a whole number above zero.
+            ArgumentError: `n` or `max_items` is not a whole number above zero, or `version` is none.
             WaitTimeoutError: no row was due within `timeout_s`. The message names the task that lags, by how many rows,
                 and who holds the oldest claim.
 
@@ -220,14 +240,14 @@ class TaskedStore(WritableStore):
         number, most, items, axis = self._asked(task, n, max_items, of)
         limit_s = None if timeout_s is None else timeout(timeout_s)
         self.native.task_figures()  # a closed store refuses at once
-        return self._claims(number, task, most, items, axis, limit_s, check_output(output))
+        return self._claims((number, most, items, axis), task, limit_s, check_output(output), check_version(version))
 
     def _claims(
-        self, number: int, task: str, most: int, items: int, axis: int, timeout_s: float | None, output: str
+        self, asked: Asked, task: str, timeout_s: float | None, output: str, version: Version
     ) -> Iterator[Claim]:
         while True:
             try:
-                found = self._wait_for_due(number, task, most, items, axis, timeout_s, output)
+                found = self._wait_for_due(asked, task, timeout_s, output, version)
             except StoreClosedError:
                 return
             if found is None:
@@ -244,13 +264,14 @@ class TaskedStore(WritableStore):
         of: str | None = None,
         timeout_s: float = 0.0,
         output: Output = "torch",
+        version: Version = None,
     ) -> Claim:
         """Claims due rows of a task once.
 
         Release what you do not put or drop, or use the claim as a context manager, which does it at its end.
 
         Args:
-            task, n, max_items, of, output: as in `claims`.
+            task, n, max_items, of, output, version: as in `claims`.
             timeout_s: longest wait for a due row, in seconds. 0 does not wait.
 
         Returns:
@@ -262,8 +283,9 @@ class TaskedStore(WritableStore):
         """
         number, most, items, axis = self._asked(task, n, max_items, of)
         output = check_output(output)
-        found = self.native.claim_rows(number, most, items, axis, timeout(timeout_s))
-        return Claim(self, number, found if isinstance(found, tuple) else None, output)
+        later = check_version(version) is not None
+        found = self.native.claim_rows(number, most, items, axis, timeout(timeout_s), later)
+        return self._claimed(number, found, output, version)
 
     async def claim_async(
         self,
@@ -274,13 +296,14 @@ class TaskedStore(WritableStore):
         of: str | None = None,
         timeout_s: float | None = None,
         output: Output = "torch",
+        version: Version = None,
     ) -> Claim:
         """Claims due rows of a task once, without blocking the event loop meanwhile.
 
         All calls of a process share one thread that waits. A call that is cancelled releases what it got.
 
         Args:
-            task, n, max_items, of, output: as in `claims`.
+            task, n, max_items, of, output, version: as in `claims`.
             timeout_s: longest wait for a due row, in seconds; by default there is no limit.
 
         Returns:
@@ -293,10 +316,23 @@ class TaskedStore(WritableStore):
         number, most, items, axis = self._asked(task, n, max_items, of)
         limit_s = _FOREVER_S if timeout_s is None else timeout(timeout_s)
         output = check_output(output)
-        found = self.native.claim_rows(number, most, items, axis, 0.0)
+        later = check_version(version) is not None
+        found = self.native.claim_rows(number, most, items, axis, 0.0, later)
         if found is None and limit_s > 0:
-            found = await claim_later(self.native, (number, most, items, axis), limit_s)
-        return Claim(self, number, found if isinstance(found, tuple) else None, output)
+            found = await claim_later(self.native, (number, most, items, axis), limit_s, later)
+        return self._claimed(number, found, output, version)
+
+    def _claimed(self, number: int, found: Any, output: str, version: Version) -> Claim:
+        """The claim of what was found; empty where nothing was. Says which version works on it."""
+        claim = Claim(self, number, found if isinstance(found, tuple) else None, output)
+        if version is not None and len(claim):
+            try:
+                said = version_of(version)
+                claim.say_version(self.native.clock() if said is None else said)
+            except BaseException:
+                claim.release()
+                raise
+        return claim
 
     def put(
         self,
@@ -361,6 +397,33 @@ class TaskedStore(WritableStore):
         )
         return keys[wrote]
 
+    # --- the clock ------------------------------------------------------------------------------------------
+
+    @property
+    def clock(self) -> int:
+        """Version of the policy that is trained, 0 at first; claims have it as their version by default.
+
+        Raises:
+            ArgumentError: the store has no tasks.
+        """
+        self._tasks_plan()
+        return self.native.clock()
+
+    def advance(self, version: int) -> int:
+        """Sets the clock to a version, unless it is further already, and returns the clock.
+
+        `Publisher(..., clock=store)` calls it for each version. Rows that are too old then (`limiter.set(max_stale=)`)
+        are removed, unless a process holds them.
+
+        Args:
+            version: from 0 to 2**63 - 1.
+
+        Raises:
+            ArgumentError: the store has no tasks, or the version is out of range.
+        """
+        self._tasks_plan()
+        return self.native.advance(whole_number("version", version, 2**63 - 1))
+
     def task_stats(self) -> dict[str, dict[str, int]]:
         """Figures of each task by its name, over all processes.
 
@@ -391,17 +454,18 @@ class TaskedStore(WritableStore):
     # --- waits ----------------------------------------------------------------------------------------------
 
     def _wait_for_due(
-        self, number: int, task: str, most: int, items: int, axis: int, timeout_s: float | None, output: str
+        self, asked: Asked, task: str, timeout_s: float | None, output: str, version: Version
     ) -> Claim | None:
         """A claim of rows; None where none can become due any more."""
+        number = asked[0]
         began_s = time.monotonic()
         word_s = FIRST_WORD_S
         while True:
             waited_s = time.monotonic() - began_s
             left_s = _FOREVER_S if timeout_s is None else max(0.0, timeout_s - waited_s)
-            found = self.native.claim_rows(number, most, items, axis, min(left_s, max(0.0, word_s - waited_s)))
+            found = self.native.claim_rows(*asked, min(left_s, max(0.0, word_s - waited_s)), version is not None)
             if isinstance(found, tuple):
-                return Claim(self, number, found, output)
+                return self._claimed(number, found, output, version)
             if found is not None:
                 return None
             waited_s = time.monotonic() - began_s

@@ -31,6 +31,7 @@ _LOOK_EVERY_S = 0.01
 class _Call:
     native: _native.Store
     asked: Asked
+    later: bool
     until_s: float
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
@@ -97,7 +98,7 @@ class _Waiter:
             return
         left_s = call.until_s - time.monotonic()
         try:
-            found = call.native.claim_rows(*call.asked, max(0.0, min(wait_s, left_s)))
+            found = call.native.claim_rows(*call.asked, max(0.0, min(wait_s, left_s)), call.later)
         except BaseException as error:
             call.ended.set()
             call.tell(None, error)
@@ -111,15 +112,19 @@ class _Waiter:
 _waiter = _Waiter()
 
 
-async def claim_later(native: _native.Store, asked: Asked, timeout_s: float) -> Any:
-    """What `claim_rows` returns, once rows are due, none can become due any more, or the time is over."""
+async def claim_later(native: _native.Store, asked: Asked, timeout_s: float, later: bool = False) -> Any:
+    """What `claim_rows` returns, once rows are due, none can become due any more, or the time is over.
+
+    Args:
+        later: the caller says the version of what is claimed.
+    """
     global _waiter
     if _waiter.pid != os.getpid():  # a forked child has the calls of its parent, and no thread
         _waiter = _Waiter()
     import asyncio  # loaded by whoever awaits
 
     loop = asyncio.get_running_loop()
-    call = _Call(native, asked, time.monotonic() + timeout_s, loop, loop.create_future())
+    call = _Call(native, asked, later, time.monotonic() + timeout_s, loop, loop.create_future())
     _waiter.add(call)
     try:
         return await call.future

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
 
@@ -22,6 +22,26 @@ from geartrain.weights.writer import Writer
 
 if TYPE_CHECKING:
     from geartrain.rpc import Node
+
+
+class Clock(Protocol):
+    """What follows the versions that are published: a store with tasks."""
+
+    @property
+    def clock(self) -> int:
+        """Its newest version."""
+        ...
+
+    def advance(self, version: int, /) -> int:
+        """Takes a newer version."""
+        ...
+
+
+def check_clock(clock: Clock) -> None:
+    """Raises `ArgumentError` for what is no clock."""
+    if not hasattr(type(clock), "advance") or not hasattr(type(clock), "clock"):
+        raise ArgumentError(f"clock= is a store with tasks, found {type(clock).__name__}")
+    _ = clock.clock  # which a store without tasks refuses
 
 
 class Publisher:
@@ -49,6 +69,7 @@ class Publisher:
         timeout_s: float = 30.0,
         directory: str | Path | None = None,
         trust: Trust = "user",
+        clock: Clock | None = None,
     ) -> None:
         """Continues with the file of an earlier publisher of that name, if there is one.
 
@@ -62,15 +83,20 @@ class Publisher:
             directory: another directory than /dev/shm or GEARTRAIN_DIR; the same in all processes of the host.
             trust: who may publish and read besides this user: nobody ("user"), a group of this user ("group"), or
                 everybody on the host ("any"). They could also truncate or overwrite the file.
+            clock: a store with tasks, whose clock each published version advances (`Store.advance`).
 
         Raises:
+            ArgumentError: `clock` is not a store with tasks.
             GeartrainError: another publisher of that name is alive on this host.
             IncompatibleStoreError: the file of that name is not one of weights.
             UntrustedStoreError: more users may write to the file than `trust` says, or it is a symbolic link.
         """
         if node is not None:
             check_node(node)
+        if clock is not None:
+            check_clock(clock)
         self.name, self.timeout_s = name, timeout(timeout_s)
+        self._clock = clock
         self._writer = Writer(name, buffers, directory_of(directory), check_trust(trust))
         self._version: int | None = None
         self._node = node
@@ -97,6 +123,7 @@ class Publisher:
             BuffersHeldError: readers held all buffers until the deadline. Nothing was published.
             WaitTimeoutError: another thread published until the deadline. Nothing was published.
             NoSpaceError: /dev/shm, or GEARTRAIN_DIR, is full.
+            StoreClosedError: this publisher was closed, or the store of `clock` after the version was published.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         _native.sleep_at_finalization()
@@ -116,6 +143,8 @@ class Publisher:
             with self._writer.writing(number, max(until_s - time.monotonic(), 0.0)) as views:
                 _copy(list(leaves.values()), views)
             self._version = number
+            if self._clock is not None:
+                self._clock.advance(number)
 
     def close(self) -> None:
         """Detaches. Attached readers keep the newest version; the last of them removes the segment."""
