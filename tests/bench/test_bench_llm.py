@@ -16,10 +16,12 @@ pytest.importorskip("torch")
 
 import geartrain_bench.harness.timing as harness
 import geartrain_bench.llm.bench as llm
+import geartrain_bench.llm.links as links
 import geartrain_bench.llm.memory as memory
 import geartrain_bench.llm.processes as processes
 import geartrain_bench.llm.report as llm_report
 from geartrain.errors import ArgumentError
+from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench import BenchResult, load, plot_saved
 from geartrain_bench.harness.child_process import BaselineError
 from geartrain_bench.harness.report import write_json
@@ -30,7 +32,8 @@ from geartrain_bench.llm.samples import DISTRIBUTIONS, USUAL, Lengths, digest, i
 TINY = Plan(
     answers=16, per_row=(4, 1), repeats=2, case_s=0.05, calls=2, ready_rows=128, claimers=2, claims=2, wakes=20,
     wake_laps=1, pipeline_rows=64, pipeline_laps=1, region_rows=16, region_bytes=4 << 20, growing_bytes=4 << 20,
-    settling=1, full_moments=2, gather_bytes=1 << 20, read_bytes=1 << 17,
+    settling=1, full_moments=2, gather_bytes=1 << 20, read_bytes=1 << 17, link_hosts=2, train_ms=0.1, link_batches=2,
+    link_rounds=1,
 )  # fmt: skip
 SHORT = Lengths(2, 40, 10.0)
 
@@ -138,6 +141,15 @@ def test_processes_claim_wake_and_train(monkeypatch: pytest.MonkeyPatch, preload
         }
 
 
+@pytest.mark.skipif(Hosts.viable() is not None, reason=str(Hosts.viable()))
+def test_learners_of_several_hosts_are_compared_with_one(preloaded_children: None) -> None:
+    run = new_run()
+    links.links(run)
+    assert [row.system for row in run.result.rows] == [links.ONE, links.BALANCED, "as many rows each"]
+    assert all(row.p50 >= 0.1 for row in run.result.rows), "training alone takes so long"
+    assert "0 % of bytes came from other hosts" in run.result.notes[0]
+
+
 def result_of(*rows: tuple[str, str, str, float]) -> BenchResult:
     made = harness.new_result("llm", quick=False, baselines=(), packages=())
     made.rows = [Row(case, system, metric, "ms", p50, p50, p50, p50, 0.5) for case, system, metric, p50 in rows]
@@ -167,6 +179,8 @@ def test_targets_are_met_or_not_as_they_are_written(tmp_path: Path) -> None:
     assert list(judged(*full).values()) == [False, True]
     gathers = ("20 to 400 tokens, rows of 1", "200 to 2,048 tokens, rows of 16", "1.2 KB a field and row")
     assert list(judged(*((case, "geartrain", memory.GATHER, 1.0) for case in gathers)).values()) == [True, False]
+    times = [("4 hosts", links.ONE, links.TIME, 5.0), ("4 hosts", links.BALANCED, links.TIME, 5.2)]
+    assert list(judged(*times).values()) == [True]
     assert judged((put, "geartrain", CPU, 1.0)) == {}
 
 

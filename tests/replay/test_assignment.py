@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.errors import ArgumentError
-from geartrain.replay.distributed.assignment import Assigned, Assigner, Replica, assign
+from geartrain.replay.distributed.assignment import Assigned, Assigner, Replica, assign, balanced
 
 Job = tuple[list[Replica], list[list[int]]]
 
@@ -145,3 +145,73 @@ def test_draws_of_one_shard_go_to_replicas_as_those_of_many_do(draws: int, repli
     by_size = assign(shard, stages, ranks, "local_first", np.arange(draws))  # atoms of one draw each
     assert taken_turns.replica.tolist() == by_size.replica.tolist()
     assert taken_turns.reader.tolist() == by_size.reader.tolist()
+
+
+# --- by cost -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def hosts(draw: st.DrawFn) -> tuple[int, int]:
+    """Replicas of each host, and hosts."""
+    return draw(st.integers(1, 4)), draw(st.integers(1, 4))
+
+
+@settings(deadline=None, max_examples=60)
+@given(hosts(), st.integers(8, 40), st.floats(0.2, 1.0), st.integers(0, 2**32 - 1))
+def test_replicas_get_the_same_cost_and_rows_stay_on_their_host(
+    hosts: tuple[int, int], each: int, sigma: float, seed: int
+) -> None:
+    """Rows of 16 answers of lognormal lengths, at least 8 a replica, on hosts by chance."""
+    random = np.random.default_rng(seed)
+    replicas = hosts[0] * hosts[1]
+    n = each * replicas
+    cost = (200 * np.exp(random.normal(0, sigma, (n, 16)))).astype(np.int64).sum(1)
+    host = random.integers(0, hosts[1], n)
+    has = np.arange(replicas)[:, None] // hosts[0] == host
+    found = balanced(cost.tolist(), has)
+    load = np.bincount(found, cost, replicas)
+    assert load.max() <= 1.02 * load.mean()
+    if each >= 32:  # what leaves its host is what the host has beyond its part, and a little for rows being whole
+        of_host = np.bincount(host, cost, hosts[1])
+        beyond = np.maximum(of_host - of_host.mean(), 0).sum()
+        assert cost[~has[found, np.arange(n)]].sum() <= beyond + 0.05 * cost.sum()
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.one_of(st.just(0), st.integers(0, 20), st.integers(0, 2**40)), max_size=40),
+    st.integers(1, 6),
+    st.integers(0, 2**32 - 1),
+)
+def test_any_costs_are_divided_alike_everywhere_and_no_replica_is_left_out(
+    cost: list[int], replicas: int, seed: int
+) -> None:
+    has = np.random.default_rng(seed).integers(0, 2, (replicas, len(cost))).astype(bool)
+    found = balanced(cost, has)
+    assert found.tolist() == balanced(list(cost), has.copy()).tolist()
+    assert len(found) == len(cost) and all(0 <= each < replicas for each in found)
+    if len(cost) >= replicas:
+        assert len(set(found.tolist())) == replicas
+    load = np.bincount(found, cost, replicas) if cost else np.zeros(replicas)
+    # No greedy division is worse than a mean and the largest row (Graham, 1969), but for the slack of local rows.
+    assert load.max() <= 1.01 * sum(cost) / replicas + max(cost, default=0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(jobs(), st.data())
+def test_rows_that_are_divided_by_cost_are_read_by_a_rank_that_has_them(job: Job, data: st.DataObject) -> None:
+    atom = data.draw(st.sampled_from([1, 2]))
+    groups = data.draw(st.lists(st.integers(0, len(job[1]) - 1), max_size=20))
+    shards = np.repeat(np.array(groups, np.int64), atom)
+    cost = data.draw(st.lists(st.integers(0, 100), min_size=len(shards), max_size=len(shards)))
+    found = Assigner(*job).assign_by_cost(shards, cost, atom)
+    for replica, reader, shard in zip(found.replica, found.reader, shards.tolist(), strict=True):
+        own = [
+            rank
+            for rank, local in zip(job[0][replica].ranks, job[0][replica].local_shards, strict=True)
+            if shard in local
+        ]
+        assert reader in (own[:1] or job[1][shard])
+    assert (found.replica[::atom] == found.replica[atom - 1 :: atom]).all()
+    for replica in range(len(job[0])):
+        assert found.place[found.replica == replica].tolist() == list(range((found.replica == replica).sum()))

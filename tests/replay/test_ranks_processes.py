@@ -15,8 +15,10 @@ from typing import Any
 
 import preloaded
 import pytest
+import ranks_worker
 from deadlines import patience
 
+import geartrain as gt
 from geartrain.tools.testing import Hosts
 
 pytest.importorskip("torch")
@@ -100,6 +102,37 @@ def drawn(said: list[list[dict[str, Any]]]) -> list[list[int]]:
         [n for _, n in sorted(p for each in said for p in zip(each[step]["draw"], each[step]["number"], strict=True))]
         for step in range(5)
     ]
+
+
+@pytest.mark.parametrize(
+    "carrier", ["shm", pytest.param("tcp", marks=pytest.mark.slow), pytest.param("gloo", marks=pytest.mark.slow)]
+)
+def test_every_carrier_makes_the_packed_batches_of_one_process(
+    store_name: Callable[[], str], tmp_path: Path, carrier: str
+) -> None:
+    env = {"GEARTRAIN_RANK_CARRIER": "auto" if carrier == "shm" else carrier}
+    said = [lines(p) for p in start("packed", store_name(), 3, tmp_path, **env)]
+    with (
+        ranks_worker.packed_store(store_name(), 0, ranks_worker.N) as store,
+        gt.Replay(store, gt.selection.Uniform(seed=3), ranks_worker.B, num_batches=5) as replay,
+    ):
+        assert drawn(said) == [batch["number"].tolist() for batch in replay]
+    stats = [each[-1]["stats"] for each in said]
+    assert sum(s["sent_bytes"] for s in stats) == sum(s["received_bytes"] for s in stats) > 100_000
+    assert all(s[f"peers_by_{carrier}"] == 2 and s["balance"] < 1.02 for s in stats)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_an_error_on_all_others_of_packed_batches(
+    store_name: Callable[[], str], tmp_path: Path
+) -> None:
+    name = store_name()
+    processes = start("packed", name, 3, tmp_path, KILL_AT="3")
+    with ended(processes, name):
+        first, killed, last = (lines(p, code) for p, code in zip(processes, (0, -signal.SIGKILL, 0), strict=True))
+    assert len(killed) == 3
+    for each in (first, last):
+        assert len(each) <= 5 and re.search(r"rank 1 (was lost|did not answer|aborted)", each[-1]["error"])
 
 
 @pytest.mark.slow

@@ -55,6 +55,43 @@ def batches(name: str) -> None:
         say(rank=rank, stats=replay.stats())
 
 
+def packed_store(name: str, first: int, last: int) -> gt.Store:
+    """Rows of 0 to 9,604 tokens."""
+    fields = {"number": gt.Field((), "int64"), "ids": gt.Field(("tokens",), "int32"), "text": gt.Text()}
+    store = gt.Store.create(name, fields, capacity=N, span_bytes=1 << 22, reserve=False)
+    store.native.advance_sequence(first + 1)
+    numbers = list(range(first, last))
+    ids = [np.full(4 * (number * 37 % 50) ** 2, number, np.int32) for number in numbers]
+    store.insert({"number": numbers, "ids": ids, "text": [str(number) * (number % 9) for number in numbers]})
+    return store
+
+
+def packed(name: str) -> None:
+    """Prints the rows of this rank's part of five packed batches; rank 1 kills itself at step KILL_AT."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    at = int(os.environ.get("KILL_AT", "-1"))
+    options: Any = {"balance": "tokens", "num_batches": 5, "group": dist.group.WORLD, "prefetch": 0, "timeout_s": 10}
+    store = packed_store(f"{name}-{rank}", N * rank // size, N * (rank + 1) // size)
+    replay = gt.Replay(store, Uniform(seed=3), B, **options)
+    try:
+        for batch in replay:
+            numbers, lengths = batch["number"].tolist(), batch.lengths("tokens").tolist()
+            assert lengths == [4 * (number * 37 % 50) ** 2 for number in numbers]
+            assert batch["ids"].tolist() == np.repeat(numbers, lengths).tolist()
+            assert batch["text"] == [str(number) * (number % 9) for number in numbers]
+            say(draw=batch.draw.tolist(), number=numbers)
+            if rank == 1 and replay.step == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+    except PeerLostError as error:
+        say(error=str(error))
+        store.close()
+        sys.stdout.flush()
+        os._exit(0)  # torch's own shutdown would wait for the dead rank
+    say(stats=replay.stats())
+    replay.close()
+    store.close()
+
+
 def steps(name: str) -> None:
     """Prints the steps of this rank's part of six batches of transitions, whose priorities are given back."""
     from recorded_shards import FIELDS as EPISODE_FIELDS
@@ -257,6 +294,6 @@ if __name__ == "__main__":
     scenario, name = sys.argv[1:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", os.environ["MEET"], timedelta(seconds=30), size, rank)
-    scenarios = (batches, steps, mesh, killed, again, leaves, interrupted, forks, opens, dies_in_the_agreement)
+    scenarios = (batches, packed, steps, mesh, killed, again, leaves, interrupted, forks, opens, dies_in_the_agreement)
     {each.__name__: each for each in scenarios}[scenario](name)
     dist.destroy_process_group()

@@ -110,6 +110,11 @@ class RowPlan:
             raise SchemaError(f"no axis {shown(name)} in the store; it has {some_of(names)}{did_you_mean(name, names)}")
         return names.index(name) + 1
 
+    def divided_into(self, axis: str) -> str | None:
+        """The axis whose items are the parts that a field divides an axis into; None if it is not divided."""
+        divider = self.axes[self.axis(axis) - 1].divided_by
+        return None if divider is None else self.fields[divider].axis
+
     @cached_property
     def field_numbers(self) -> dict[str, int]:
         """Numbers of the fields, from 0 on."""

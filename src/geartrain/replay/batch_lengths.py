@@ -6,39 +6,82 @@ micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.tasks import RowPlan
+from geartrain.store.packed import PackedFields
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class BatchLengths:
-    """Lengths of the B rows of a global batch, in the order of their draws. Their numbers in it are global places.
+    """What every rank knows of the whole global batch, in the order of global places, which is the order of the draw.
+
+    Ranks that know the same cut the batch alike without a message.
 
     Attributes:
-        rank: (B,) the replica that has each row.
+        rank: (B,) int64, the replica that holds each row.
         me: this replica.
         replicas: number of replicas.
-        lengths: for each axis (B,) int64, the items of each row.
-        parts: for each axis that a field divides: (B,) int64, the sequences of each row; and the lengths of all these
-            sequences, one row's behind the other's.
-        sums: for each bool field with an axis (B,) int64, how many items of each row are True.
-        places: (n,) int64, the global places of this replica's rows, in the order of its batch.
+        lengths: of each axis, (B,) int64: items of each row.
+        parts: of each axis that a field divides, how many parts each row has, (B,) int64, and the items of all parts,
+            row after row.
+        sums: of each bool field with an axis, (B,) int64: how many items of each row are True.
+        places: (n,) int64, the global place of each row of this replica's batch, in the batch's order.
     """
 
     rank: NDArray[np.int64]
     me: int
     replicas: int
-    lengths: Mapping[str, NDArray[np.int64]]
-    parts: Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
-    sums: Mapping[str, NDArray[np.int64]]
+    lengths: dict[str, NDArray[np.int64]]
+    parts: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
+    sums: dict[str, NDArray[np.int64]]
     places: NDArray[np.int64]
+    warned: bool = field(default=False, init=False, repr=False)  # of a sequence that is too long for a micro-batch
 
     def __len__(self) -> int:
         """Rows of the global batch."""
         return len(self.rank)
 
 
-__all__ = ["BatchLengths"]
+def lengths_of_one(
+    batch: PackedFields, plan: RowPlan, names: Iterable[str], axes: Iterable[str], n: int
+) -> BatchLengths:
+    """The same of a batch that one replica has all of.
+
+    Args:
+        batch: the values.
+        plan: fields and axes of its store.
+        names: fields of the batch.
+        axes: axes that the batch has lengths of.
+        n: rows.
+    """
+    lengths, parts, sums = {}, {}, {}
+    for axis in axes:
+        bounds = batch.bounds_of(axis)
+        lengths[axis] = bounds.lengths.astype(np.int64)
+        into = plan.divided_into(axis)
+        if into is not None and bounds.parts is not None:
+            counts = batch.bounds_of(into).lengths.astype(np.int64)
+            parts[axis] = counts, np.diff(bounds.parts).astype(np.int64)
+    for name in names:
+        found = plan.fields[name]
+        if found.axis is not None and found.dtype == "bool" and not found.shape:
+            sums[name] = _true_items(batch[name], batch.bounds_of(found.axis).bounds)
+    here = np.arange(n, dtype=np.int64)
+    return BatchLengths(np.zeros(n, np.int64), 0, 1, lengths, parts, sums, here)
+
+
+def _true_items(values: object, bounds: NDArray[np.int32]) -> NDArray[np.int64]:
+    """How many items are True in each run."""
+    array = values if isinstance(values, np.ndarray) else values.cpu().numpy()  # type: ignore[attr-defined]
+    at = bounds.tolist()
+    counts = [np.count_nonzero(array[begin:end]) for begin, end in itertools.pairwise(at)]
+    return np.array(counts, np.int64)
+
+
+__all__ = ["BatchLengths", "lengths_of_one"]

@@ -6,7 +6,7 @@ the place of the fields of padded batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -18,11 +18,12 @@ from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, FieldError, StaleKeyError
 from geartrain.replay.batch import METADATA, Array, Batch, unknown_field
-from geartrain.replay.batch_lengths import BatchLengths
+from geartrain.replay.batch_lengths import BatchLengths, lengths_of_one
+from geartrain.replay.mini_batches import MiniBatch, mini_batches
 from geartrain.replay.native_batch import keys_of
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Selection, strategies_of
-from geartrain.selection.strategy import traits_of
+from geartrain.selection.strategy import ORDERS, traits_of
 from geartrain.store.packed import AxisBounds, PackedFields, PackedReader, PackedValues
 from geartrain.store.store import Store
 
@@ -51,6 +52,29 @@ class PackedBatch(PackedFields, Batch):
     def __new__(cls, **values: Any) -> Any:
         """Made of a batch's own attributes, as `dataclasses.replace` does, it is a plain batch."""
         return Batch(**values)
+
+    def mini_batches(self, n: int, epochs: int = 1, seed: int = 0) -> Iterator[MiniBatch]:
+        """Cuts the global batch into mini-batches of n rows, in a new random order for each epoch.
+
+        The rows of a mini-batch are the same on any number of ranks: they follow from `seed`, `step` and the epoch.
+        Each rank has those that its batch has. The batch may be cut as often as you like.
+
+        Args:
+            n: rows of a mini-batch over all ranks. It divides the rows of the global batch.
+            epochs: how often each row is trained.
+            seed: of the orders, 0 to 2**64 - 1; the same on all ranks.
+
+        Returns:
+            An iterator over mini-batches, all of the first epoch first.
+
+        Raises:
+            ArgumentError: `n` does not divide the number of rows, or a number is out of range.
+        """
+        if self._digest is None:
+            found = lengths_of_one(self, self._plan, self._names, self._known_axes(), len(self))
+            object.__setattr__(self, "_digest", found)
+        assert self._digest is not None
+        return mini_batches(self, self._digest, self.step or 0, n, epochs, seed)
 
     def _read(self, names: Sequence[str]) -> None:
         for name in names:
@@ -104,25 +128,14 @@ class PackedBatch(PackedFields, Batch):
         bounds = {axis: self.bounds_of(axis) for axis in self._known_axes()}
         described = {name: None if value is None else change(value) for name, value in _metadata_of(metadata).items()}
         return _made(
-            self._plan, self._output, self._names, shown, bounds, self.keys, described, self.step, None, self._digest
+            self._plan, self._output, self._names, shown, bounds, self.keys, described, self.step, digest=self._digest
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         bounds = {axis: self.bounds_of(axis) for axis in self._known_axes()}
         described = _metadata_of(self)
-        shown, digest = self.fields, self._digest
-        return _made, (
-            self._plan,
-            self._output,
-            self._names,
-            shown,
-            bounds,
-            self.keys,
-            described,
-            self.step,
-            None,
-            digest,
-        )
+        about = (self.keys, described, self.step, None, self._digest)
+        return _made, (self._plan, self._output, self._names, self.fields, bounds, *about)
 
     def __repr__(self) -> str:
         return f"PackedBatch({len(self)} rows: {some_of(self._names)})"
@@ -139,8 +152,7 @@ def axes_of(plan: RowPlan, names: Sequence[str]) -> list[str]:
         axis = plan.fields[name].axis
         while axis is not None:
             found[axis] = None
-            divider = plan.axes[plan.axis(axis) - 1].divided_by
-            axis = None if divider is None else plan.fields[divider].axis
+            axis = plan.divided_into(axis)
     return list(found)
 
 
@@ -245,6 +257,17 @@ def sampled_packed(
     )
 
 
+def repeated_packed(
+    reader: PackedReader, output: str, found: _native.PackedArrays, keys: Keys, step: int, form: str
+) -> PackedBatch:
+    """The batch of a replay's step that is drawn again.
+
+    The probability is 1 in an order. Otherwise it is not known any more, and NaN.
+    """
+    probability = np.full(len(keys), 1.0 if form in ORDERS else np.nan)
+    return packed_batch(reader, output, found, keys, found.versions(), probability=probability, step=step)
+
+
 def fetch_packed(
     store: Store,
     plan: RowPlan,
@@ -320,4 +343,12 @@ def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayCo
     return True
 
 
-__all__ = ["PackedBatch", "axes_of", "check_packed", "fetch_packed", "packed_batch", "sampled_packed"]
+__all__ = [
+    "PackedBatch",
+    "axes_of",
+    "check_packed",
+    "fetch_packed",
+    "packed_batch",
+    "repeated_packed",
+    "sampled_packed",
+]

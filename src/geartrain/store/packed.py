@@ -199,6 +199,11 @@ class PackedFields(ABC):
             self._read_axis(axis)
         return self._bounds[axis]
 
+    def unit_of(self, axis: str) -> str | None:
+        """Internal: the axis whose items are the sequences of an axis; None if rows are its sequences."""
+        divides = any(self._plan.divided_into(other.name) == axis for other in self._plan.axes)
+        return axis if divides else self._plan.divided_into(axis)
+
     def _field_bounds(self, name: str) -> NDArray[np.int32]:
         """Where the sequences of a field begin, and where the last one ends."""
         if not isinstance(name, str) or name not in self._plan.fields:
@@ -225,9 +230,7 @@ class PackedFields(ABC):
         Raises:
             ArgumentError: there is no axis, or several.
         """
-        axes = self._known_axes()
-        divided = [axis for axis in axes if self._plan.axes[self._plan.axis(axis) - 1].divided_by is not None]
-        found = divided or axes
+        found = self._usual_axes()
         if len(found) != 1:
             raise ArgumentError(
                 f"cu_seqlens is of one axis, and there are {len(found)}: {some_of(found)}. Name a field: "
@@ -235,6 +238,11 @@ class PackedFields(ABC):
             )
         bounds = self.bounds_of(found[0])
         return self._as_output(bounds.bounds if bounds.parts is None else bounds.parts)
+
+    def _usual_axes(self) -> list[str]:
+        """The axes that are divided; else all."""
+        axes = self._known_axes()
+        return [axis for axis in axes if self._plan.divided_into(axis) is not None] or axes
 
     def position_ids(self, name: str) -> Any:
         """Place of each item of a field in its sequence: (total,) int64, 0, 1, 2, ... from each sequence's begin on.
@@ -264,6 +272,69 @@ class PackedFields(ABC):
 
         nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, self.cu_seqlens_of(name))
         return nested
+
+    def expand(self, values: Any, to: str | None = None) -> Any:
+        """One value for each sequence, or for each row, repeated for each of its items: (items, ...).
+
+        Gradients flow through it.
+
+        Args:
+            values: name of a field that has one value for each sequence or row, such as the advantages of answers; or a
+                tensor or array with one entry for each sequence.
+            to: a field that tells how often values are repeated, or the name of an axis. By default the axis that
+                is divided; without one the only axis.
+
+        Raises:
+            FieldError: there is no such field; it has strings; or it has values of something else than the sequences or
+                rows of `to`.
+            ArgumentError: `to` has no axis; it is left out, and there are several; or there is not one entry for each
+                sequence.
+        """
+        axis = self._expanded_axis(to)
+        into, bounds = self._plan.divided_into(axis), self.bounds_of(axis)
+        parts = bounds.lengths if bounds.parts is None else np.diff(bounds.parts)
+        if isinstance(values, str):
+            name, values = values, self[values]
+            field = self._plan.fields[name]
+            if field.kind != "array":
+                raise FieldError(f"the field {name!r} has strings, which are not repeated")
+            if field.axis == axis:
+                return values
+            if field.axis is not None and field.axis != into:
+                raise FieldError(
+                    f"the field {name!r} has one value for each item of {field.axis!r}, which is neither one for each "
+                    f"row nor one for each {'row' if into is None else f'item of {into!r}'}: it cannot be expanded to "
+                    f"{axis!r}"
+                )
+            repeats = bounds.lengths if field.axis is None else parts
+        else:
+            shape = tuple(getattr(values, "shape", ()))
+            if not shape or shape[0] != len(parts):
+                raise ArgumentError(
+                    f"expand takes the name of a field, or one entry for each of {len(parts)} sequences; found "
+                    f"{f'shape {shape}' if shape else shown(values)}"
+                )
+            repeats = parts
+        if not hasattr(values, "repeat_interleave"):
+            return np.repeat(values, repeats, axis=0)
+        import torch
+
+        times = torch.from_numpy(repeats.astype(np.int64)).to(values.device)
+        return values.repeat_interleave(times, dim=0, output_size=int(repeats.sum()))
+
+    def _expanded_axis(self, to: Any) -> str:
+        if to is None:
+            found = self._usual_axes()
+            if len(found) != 1:
+                raise ArgumentError(f"values are expanded to one axis, and there are {len(found)}: pass to=")
+            return found[0]
+        if not isinstance(to, str) or to not in self._plan.fields:
+            self.bounds_of(to)  # which refuses what is no axis
+            return to  # type: ignore[no-any-return]
+        axis = self._plan.fields[to].axis
+        if axis is None:
+            raise ArgumentError(f"the field {to!r} has no axis, so that its rows have one value each: leave out expand")
+        return axis
 
     # --- several fields of a sequence ---------------------------------------------------------------------------
 
@@ -303,11 +374,9 @@ class PackedFields(ABC):
         divided = {}
         for name in names:
             axis = self._plan.fields[name].axis
-            if axis is None:
-                continue
-            divider = self._plan.axes[self._plan.axis(axis) - 1].divided_by
-            if divider is not None:
-                divided[name] = self._plan.fields[divider].axis
+            into = None if axis is None else self._plan.divided_into(axis)
+            if into is not None:
+                divided[name] = into
         if len(set(divided.values())) > 1:
             raise ArgumentError(
                 f"{some_of(f'{name!r} is divided into {axis}' for name, axis in divided.items())}: fields are joined "
@@ -328,6 +397,94 @@ class PackedFields(ABC):
             once = row_of is not None and axis != by and name not in divided
             runs.append(_Runs(starts[row_of], lengths[row_of], False) if once else _Runs(starts, lengths, True))
         return runs
+
+
+class SelectedFields(PackedFields):
+    """Some rows of packed fields, or some sequences of them, in their order there.
+
+    Values are gathered when they are asked for. A row is there if one of its sequences is. Its fields that have no
+    values for single sequences are then there whole, such as the prompt of several answers.
+
+    Args:
+        source: fields of more rows.
+        numbers: rows, ascending; with `by` items of that axis over all rows.
+        by: an axis that divides others: the sequences are its items.
+    """
+
+    def __init__(self, source: PackedFields, numbers: NDArray[np.int64], by: str | None = None) -> None:
+        self._source = source
+        self._plan = source._plan
+        self._output = source._output
+        self._device = source._device
+        self._shown: dict[str, Any] = {}
+        self._bounds: dict[str, AxisBounds] = {}
+        self._by = by
+        self._numbers = numbers
+        self._row_of = numbers  # of each sequence its row
+        if by is not None:
+            self._row_of = np.searchsorted(source.bounds_of(by).bounds, numbers, side="right") - 1
+        firsts = np.flatnonzero(np.diff(self._row_of, prepend=-1))
+        self._row_numbers = self._row_of[firsts]
+        self._counts = np.diff(firsts, append=len(numbers))  # sequences of each row
+        self._at: dict[str | None, NDArray[Any]] = {}  # by axis: where the items are in the source
+        self._moved: dict[str | None, Any] = {}  # the same as tensors
+
+    @property
+    def rows(self) -> Any:
+        """The row of the batch that each sequence is of, (sequences,) int64: `batch.version[micro.rows]`."""
+        return self._as_output(self._row_of)
+
+    def _rows(self) -> int:
+        return len(self._row_numbers)
+
+    def _known_axes(self) -> list[str]:
+        return self._source._known_axes()
+
+    def _read(self, names: Sequence[str]) -> None:
+        for name in names:
+            values = self._source[name]
+            axis = self._plan.fields[name].axis
+            at = self._at.get(axis)
+            if at is None:
+                at = self._at[axis] = self._places(axis)
+            if isinstance(values, list):
+                found: Any = [values[place] for place in at.tolist()]
+            elif isinstance(values, np.ndarray):
+                found = values.take(at, axis=0)
+            else:
+                if axis not in self._moved:
+                    self._moved[axis] = self._as_output(at)
+                found = values.index_select(0, self._moved[axis])
+            self._shown[name] = found
+
+    def _places(self, axis: str | None) -> NDArray[Any]:
+        """Where the items of an axis are in the source; None: of fields that have one value for each row."""
+        dtype = np.int32 if self._output == "torch" else np.intp  # what each gathers fastest by
+        if axis is None or axis == self._by:
+            return (self._row_numbers if axis is None else self._numbers).astype(dtype)
+        bounds = self._source.bounds_of(axis)
+        if self._by is not None and self._plan.divided_into(axis) == self._by:
+            assert bounds.parts is not None
+            return spread(*_runs(bounds.parts, self._numbers), dtype)
+        return spread(*_runs(bounds.bounds, self._row_numbers), dtype)
+
+    def _read_axis(self, axis: str) -> None:
+        source, into = self._source.bounds_of(axis), self._plan.divided_into(axis)
+        parts = None
+        lengths: NDArray[Any]
+        if axis == self._by:
+            lengths = self._counts
+        elif into is None:
+            lengths = source.lengths[self._row_numbers]
+        else:
+            assert source.parts is not None
+            of_rows = self.bounds_of(into).bounds
+            chosen = self._numbers
+            if into != self._by:
+                chosen = spread(*_runs(self._source.bounds_of(into).bounds, self._row_numbers))
+            parts = _bounds(_runs(source.parts, chosen)[1])
+            lengths = np.diff(parts[of_rows])
+        self._bounds[axis] = AxisBounds(lengths.astype(np.int32), _bounds(lengths), parts)
 
 
 class _Runs(NamedTuple):
@@ -407,10 +564,25 @@ def _positions(bounds: NDArray[Any]) -> NDArray[np.int64]:
     return np.arange(bounds[-1], dtype=np.int64) - np.repeat(bounds[:-1].astype(np.int64), np.diff(bounds))
 
 
-def spread(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def _bounds(lengths: NDArray[Any]) -> NDArray[np.int32]:
+    """Where runs of these lengths begin, and where the last one ends."""
+    bounds = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=bounds[1:])
+    return bounds
+
+
+def _runs(bounds: NDArray[Any], numbers: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Starts and lengths of some runs."""
+    starts = bounds[numbers]
+    return starts, bounds[numbers + 1] - starts
+
+
+def spread(starts: NDArray[Any], lengths: NDArray[Any], dtype: Any = np.int64) -> NDArray[Any]:
     """All places of runs that begin at `starts`: starts[0], starts[0] + 1, ..., starts[1], ..."""
     ends = np.cumsum(lengths)
-    places: NDArray[np.int64] = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+    before = (starts - (ends - lengths)).astype(dtype, copy=False)
+    places: NDArray[Any] = np.arange(ends[-1] if len(ends) else 0, dtype=dtype)
+    places += np.repeat(before, lengths)
     return places
 
 
@@ -462,4 +634,13 @@ def check_output(output: object) -> Literal["torch", "numpy"]:
     return "torch" if output == "torch" else "numpy"
 
 
-__all__ = ["AxisBounds", "Joined", "PackedFields", "PackedReader", "PackedValues", "check_output", "spread"]
+__all__ = [
+    "AxisBounds",
+    "Joined",
+    "PackedFields",
+    "PackedReader",
+    "PackedValues",
+    "SelectedFields",
+    "check_output",
+    "spread",
+]

@@ -9,6 +9,7 @@
 | claims | 16 of 8,192 due rows, 16 processes | `get_meta` of one client |
 | wake | a put until a process that waits for a claim runs, a core each | a byte through a named pipe |
 | the example | loader, tasks and learner of the GRPO example in six processes, 16 answers of 20 tokens a row | |
+| ranks over links | batches of four learners, each on a host of its own, whose rows have 16 answers | one host |
 | memory | bytes of a full region over those of its values, four distributions of lengths | |
 | cold gather | `gt.fetch` of random rows of 512 MB, by CPU time on one thread | one copy of as many bytes |
 
@@ -30,6 +31,9 @@ rows 256 MB.
 The floor of a cold gather is one copy of as many bytes from one place of shared memory. "A memcpy a row" copies pieces
 of a row's mean size from random places of it, in C.
 
+Ranks over links: hosts are network namespaces, joined by links of 200 Mbit/s. A learner sleeps for each token that it
+has; its floor is this sleep. Rows are in its own host's store, and move where that balances tokens.
+
 Threats to validity: the wake and the example depend on who else uses the cores. TransferQueue's one client has no
 competitor in `get_meta`, which favours it. Its later field overwrites the one of the lap before.
 """
@@ -46,6 +50,7 @@ from pathlib import Path
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 import geartrain_bench.llm.calls as calls
+import geartrain_bench.llm.links as links
 import geartrain_bench.llm.memory as memory
 import geartrain_bench.llm.processes as processes
 import geartrain_bench.llm.report as llm_report
@@ -169,6 +174,7 @@ def _alone(one: Run) -> Parts:
         "wakes": partial(processes.wakes, one),
         "the example, each answer appended": partial(processes.example, one, appends=True),
         "the example, a put a claim": partial(processes.example, one, appends=False),
+        "ranks over links": partial(links.links, one),
     }
     for lengths, per_row in ((USUAL, 16), (USUAL, 1), (Lengths(20, 400, 210.0), 1)):
         parts[f"cold gather, {lengths.name}, rows of {per_row}"] = partial(memory.gather, one, lengths, per_row)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import geartrain_bench.harness.report as report
+import geartrain_bench.llm.links as links
 from geartrain.tools.plan.report import number
 from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult, Row
@@ -76,6 +77,14 @@ def targets(result: BenchResult) -> list[Target]:
                 True,
                 lambda row: row.ratio_to_floor,
             )
+    for case in dict.fromkeys(row.case for row in result.rows if row.metric == links.TIME):
+        ratio(
+            f"{case}: tokens/s of a rank / one host's",
+            0.95,
+            (case, links.ONE, links.TIME),
+            (case, links.BALANCED, links.TIME),
+            True,
+        )
     return found
 
 

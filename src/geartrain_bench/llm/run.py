@@ -53,13 +53,18 @@ class Plan:
     gather_bytes: int = 512 << 20
     #: Of a cold batch.
     read_bytes: int = 8 << 20
+    #: Learners, each on a host of its own, and their milliseconds of training for 1,000 tokens.
+    link_hosts: int = 4
+    train_ms: float = 5.0
+    link_batches: int = 12
+    link_rounds: int = 3
 
 
 FULL = Plan()
 QUICK = Plan(
     repeats=5, case_s=1.0, calls=4, peer_calls=1, claims=20, wakes=200, wake_laps=2, pipeline_rows=1024,
     pipeline_laps=2, region_rows=512, region_bytes=64 << 20, growing_bytes=24 << 20, settling=15, full_moments=20,
-    gather_bytes=192 << 20,
+    gather_bytes=192 << 20, link_hosts=2, train_ms=1.0, link_batches=4, link_rounds=1,
 )  # fmt: skip
 
 

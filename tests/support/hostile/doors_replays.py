@@ -124,6 +124,11 @@ def hindsight(tools: Tools) -> Door:
     return gt.Hindsight, {"strategy": "future", "k": 4, "reward": print, **given}
 
 
+@door("Cost", per_item=whole(0, 2**31 - 1), per_square=whole(0, 2**31 - 1))
+def cost(tools: Tools) -> Door:
+    return gt.Cost, {"axis": "tokens", "per_item": 1, "per_square": 1}
+
+
 @door("Epochs", drop_last=flag)
 def epochs(tools: Tools) -> Door:
     return Epochs, {}

@@ -141,8 +141,9 @@ def assign(
     return Assigner(replicas, shard_ranks).assign(np.ascontiguousarray(shard, np.int64), assignment, sizes)
 
 
-# Of the mean cost: how much more a replica may have for the sake of rows on its own host.
-_SLACK = 0.008
+# Of the mean cost: how much more a replica may have for the sake of rows on its own host, and from how much more on
+# hosts do not count.
+_SLACK, _TOO_MUCH = 0.008, 0.012
 # Swaps that are looked for at most, and what a cost that leaves its host counts against the cost that is levelled.
 _MOST_SWAPS, _FAR = 64, 0.25
 
@@ -152,8 +153,8 @@ def balanced(cost: Sequence[int], has: NDArray[np.bool_]) -> NDArray[np.int64]:
 
     Rows are given away whole, longest first, each to the replica that has least so far. A row goes to a replica of its
     own host as long as that replica stays within 0.8 % of the mean. Afterwards the replica with most swaps or gives
-    away rows until it is within that, too, or no swap helps. If there are as many rows as replicas, every replica gets
-    one.
+    away rows until it is within that, too, or no swap helps. If it then still has 1.2 % more than the mean, all rows
+    are given away anew, and hosts do not count. If there are as many rows as replicas, every replica gets one.
 
     Args:
         cost: (n,) whole numbers, 0 or more.
@@ -187,8 +188,21 @@ def balanced(cost: Sequence[int], has: NDArray[np.bool_]) -> NDArray[np.int64]:
         load[best] += costs[row]
         rows[best] += 1
     if replicas > 1 and n >= replicas:
-        _level(np.array(costs, np.float64), has, found, np.array(load, np.float64), (1 + _SLACK) * mean)
+        loads = np.array(load, np.float64)
+        _level(np.array(costs, np.float64), has, found, loads, (1 + _SLACK) * mean)
+        if loads.max() > (1 + _TOO_MUCH) * mean and not has.all():
+            anywhere = balanced(costs, np.ones_like(has))
+            if max(_loads(costs, anywhere, replicas)) < loads.max():
+                return anywhere
     return found
+
+
+def _loads(costs: Sequence[int], replica: NDArray[np.int64], replicas: int) -> list[int]:
+    """The cost of each replica."""
+    load = [0] * replicas
+    for each, cost in zip(replica.tolist(), costs, strict=True):
+        load[each] += cost
+    return load
 
 
 def _level(

@@ -477,7 +477,7 @@ class PackedRankRows(RankSource):
             draw=places,
         )
         probability, weights = known.probability[places], None
-        if self._has_importance:
+        if self.has_importance:
             lowest = float(known.probability.min(initial=1.0))
             its = Draw(keys.row, keys.generation, probability, lowest=lowest)
             weights = importance_of(self._sampler.strategy, its, count, step)

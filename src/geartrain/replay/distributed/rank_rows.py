@@ -203,14 +203,14 @@ class RankRows(RankSource):
             step: step of the batch.
         """
         me, weights = self._mine, None
-        if self._has_importance and mine is not None:
+        if self.has_importance and mine is not None:
             weights = self.assembler.weigh(agreement, self.reader, read, mine, counts, step)
         if me is None:
             self._copy_to_peers(None, 0, None)
             return self.assembler.empty_batch(self.samplers[0], None, step)
         if not self._reads_own:
             mine = self._buffer(len(read.draws()) * len(self.members.replicas))
-            weights = np.empty(len(read.draws())) if self._has_importance else None
+            weights = np.empty(len(read.draws())) if self.has_importance else None
         if mine is None:
             return self.assembler.empty_batch(self.samplers[0], self._plans[0][me.fields], step)
         if self._has_peers:

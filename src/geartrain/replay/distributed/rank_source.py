@@ -95,6 +95,7 @@ class RankSource(ABC):
         admission: of each batch by the rate limiters of this rank's shards.
         together: the context of steps that all ranks take.
         sampler: draws from the shards of all ranks.
+        has_importance: whether rows have importance weights.
         exchange: used by native code to exchange messages with other ranks; set by the subclass.
 
     Raises:
@@ -119,7 +120,7 @@ class RankSource(ABC):
         self.update_lag: int | None = config.prefetch + config.extra_lag
         self.traffic = Traffic()
         self.together = Together(group, samplers)
-        self._has_importance = any(sampler.traits.importance for sampler in samplers)
+        self.has_importance = any(sampler.traits.importance for sampler in samplers)
         self.members = join_job(group, position, samplers, selection, config)
         self.store_ids: list[int] = self.members.shard_ids.tolist()
         self.rows = config.batch_size // len(self.members.replicas)

@@ -76,7 +76,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Cost:
+class AlgorithmCost:
     """Cost of one algorithm.
 
     Attributes:
@@ -117,7 +117,7 @@ class AllReducePlan:
     shares: tuple[float, ...]
     moved: tuple[float, ...]
     seconds: float
-    costs: tuple[Cost, ...]
+    costs: tuple[AlgorithmCost, ...]
     needed: int
     needed_dedicated: int
     needed_rate: float
@@ -150,7 +150,7 @@ def plan(network: Network) -> AllReducePlan:
     )
 
 
-def cost(network: Network, algorithm: str) -> Cost:
+def cost(network: Network, algorithm: str) -> AlgorithmCost:
     """Cost of one algorithm. Raises `ArgumentError` for an unknown one, and for dedicated without reducers.
 
     The single reducer is the fastest given one, or like the slowest worker where none is given.
@@ -184,10 +184,10 @@ def cost(network: Network, algorithm: str) -> Cost:
     else:
         raise ArgumentError(f"there are {', '.join(ALGORITHMS)}; found {algorithm!r}")
     latency_s = hops * network.rtt_s / 2
-    return Cost(algorithm, n, reducers, moved, max(moved, busiest), hops, latency_s, seconds + latency_s)
+    return AlgorithmCost(algorithm, n, reducers, moved, max(moved, busiest), hops, latency_s, seconds + latency_s)
 
 
-def growing(network: Network, counts: Sequence[int]) -> list[list[Cost]]:
+def growing(network: Network, counts: Sequence[int]) -> list[list[AlgorithmCost]]:
     """Scaling: for each number of workers the cost of every algorithm.
 
     All workers have the slowest one's link. `dedicated` gets as many reducers as it needs, of the rate that the

@@ -13,8 +13,8 @@ from geartrain.core.shared_files import writing
 from geartrain.tools.plan.allreduce import (
     ALGORITHMS,
     FORMULAS,
+    AlgorithmCost,
     AllReducePlan,
-    Cost,
     Network,
     Priced,
     cheapest,
@@ -62,7 +62,7 @@ def _print(
     best: tuple[Priced, list[Priced]] | None,
     compute_s: float,
     counts: Sequence[int],
-    rows: Sequence[Sequence[Cost]],
+    rows: Sequence[Sequence[AlgorithmCost]],
 ) -> None:
     console, table_of = rich_console()
     network = found.network
@@ -190,7 +190,7 @@ def _short_ratio(value: float, unit: float) -> str:
 
 
 def _as_json(
-    found: AllReducePlan, best: tuple[Priced, list[Priced]] | None, rows: Sequence[Sequence[Cost]]
+    found: AllReducePlan, best: tuple[Priced, list[Priced]] | None, rows: Sequence[Sequence[AlgorithmCost]]
 ) -> dict[str, Any]:
     words = asdict(found)
     words["unit_s"] = found.network.unit_s
