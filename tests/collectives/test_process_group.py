@@ -439,6 +439,25 @@ def test_reopening_needs_a_later_epoch() -> None:
     right(ranks(2, body))
 
 
+def test_a_group_of_the_next_epoch_leaves_a_reducer_out() -> None:
+    from geartrain.collectives import Reducer
+
+    store = dist.HashStore()
+    with Reducer("127.0.0.1:0") as goes, Reducer("127.0.0.1:0") as stays:
+
+        def run(rank: int) -> None:
+            for epoch, reducers in enumerate(((goes.address, stays.address), (stays.address,))):
+                options = BackendOptions(reducers=reducers, epoch=epoch)
+                group = ProcessGroup(store, rank, 2, timedelta(seconds=20), name="test", options=options)
+                group.allreduce([t := torch.ones(100_000)]).wait()
+                assert t[0] == 2
+                group.shutdown()
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(run, range(2)))
+        assert (goes.metrics()["groups_served"], stays.metrics()["groups_served"]) == (1, 2)
+
+
 def test_the_rest_of_a_broken_group_opens_anew_with_a_later_epoch_beside_the_same_reducer() -> None:
     """What torchft does: a quorum of those who are left, a store prefix of its own, and the next epoch."""
     from geartrain.collectives import Reducer

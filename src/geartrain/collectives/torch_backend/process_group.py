@@ -76,10 +76,10 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         options = options or BackendOptions()
-        # A job that destroys its groups and makes them again has the same store and the same names. What ranks leave in
-        # it is told apart by how often each has made this group.
+        # A job that destroys its groups and makes them again has the same store and the same names. The epoch, and how
+        # often each rank has made this group in it, tell apart what ranks leave there.
         counts, made = store, f"made/{options.epoch}/{rank}"
-        self._store = store = dist.PrefixStore(f"{counts.add(made, 1)}/", counts)  # type: ignore[attr-defined]
+        self._store = store = dist.PrefixStore(f"{options.epoch}/{counts.add(made, 1)}/", counts)  # type: ignore[attr-defined]
         self._name = name
         self._groups = DeviceGroups(store, rank, size, name, timeout.total_seconds(), options)
         self._finisher = Finisher(f"geartrain-{name}")
