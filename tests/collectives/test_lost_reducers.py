@@ -305,6 +305,6 @@ def test_a_reducer_that_is_stopped_in_order_is_replaced_too() -> None:
     assert run_ranks(3, body, **options) == [(18.0, 1, "None")] * 3
 
 
-def test_hierarchical_groups_do_not_outlive_reducers() -> None:
-    with pytest.raises(ArgumentError, match="cannot continue without a reducer"):
-        Group(0, 1, hierarchical=True, on_reducer_loss="continue")
+def test_an_unknown_answer_to_a_lost_reducer_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ArgumentError, match="on_reducer_loss is one of 'raise', 'continue', found 'reform'"):
+        Group(0, 1, on_reducer_loss="reform")
