@@ -82,6 +82,9 @@ BatchArrays BatchArrays::part(const Store& store, uint32_t window, const Transit
 BatchSampler::BatchSampler(Store& store, const Settings& settings)
     : store_(store), settings_(settings), from_(population_of(store, false)) {
   check(settings.window);
+  if (settings.strict && (store.tasks() == nullptr || settings.form != Form::ordered)) {
+    fail(ErrorKind::schema, "rows are drawn in the strict order of inserts from stores with tasks alone");
+  }
   if (from_.marks && settings.over_steps && settings.window.stride != 1) {
     fail(ErrorKind::schema, "rows hold several episodes: windows of drawn steps have a stride of 1");
   }
@@ -284,6 +287,7 @@ class BatchSampler::Begun::Making {
   void hold() {
     if (store_.header().max_times_sampled == 0) return;
     result_.used_up += placed_.used_up;
+    if (of_.settings_.takes) return;
     held_.insert(held_.end(), from_.rows.begin(), from_.rows.end());
     held_generations_.insert(held_generations_.end(), from_.generations.begin(), from_.generations.end());
   }
@@ -322,10 +326,12 @@ bool BatchSampler::admitted(size_t n, const Step& step, const Supplier& supplier
   Store::Call call(store_);
   store_.repair_dead_updates();
   if (store_.header().max_age_ns != 0 && !store_.read_only()) store_.expire();
-  if (store_.committed_count() < settings_.min_rows) {
+  const uint64_t there = settings_.strict && store_.committed_count() >= settings_.min_rows
+                             ? store_.tasks()->complete(settings_.min_rows).rows
+                             : store_.committed_count();
+  if (there < settings_.min_rows) {
     if (!step.admitted) return false;
-    fail(ErrorKind::not_enough, settings_.min_rows, " selectable rows are asked for, the store has ",
-         store_.committed_count());
+    fail(ErrorKind::not_enough, settings_.min_rows, " selectable rows are asked for, the store has ", there);
   }
   if (settings_.min_steps != 0 && store_.step_count_up_to(settings_.min_steps) < settings_.min_steps) {
     if (!step.admitted) return false;
@@ -421,9 +427,14 @@ uint64_t BatchSampler::draw(const Step& step, size_t n, uint32_t round, std::spa
   if (settings_.form == Form::ordered) {
     std::vector<uint64_t> sequences(numbers.size());
     const uint64_t after = settings_.cursor ? step.cursor : 0;
+    // Looked at first: it only grows, so that what is found before it has no older row under way.
+    const uint64_t before = settings_.strict ? store_.tasks()->complete(UINT64_MAX).before : UINT64_MAX;
     const size_t found = first_rows(from_, settings_.order, after, step.limits, kept, draws, sequences);
     if (found < numbers.size()) {
       fail(ErrorKind::not_enough, n, " rows were asked for, ", found + kept.size(), " can be chosen");
+    }
+    if (settings_.strict && *std::max_element(sequences.begin(), sequences.end()) >= before) {
+      fail(ErrorKind::not_enough, n, " rows were asked for, and an older one is under way");
     }
     // The sequence that a row was chosen by: by now another may stand in its place.
     return settings_.cursor ? std::max(step.cursor, *std::max_element(sequences.begin(), sequences.end())) : 0;
@@ -511,7 +522,9 @@ BatchSampler::Placed BatchSampler::place(const DrawnRows& drawn, uint64_t step, 
   const size_t n = drawn.rows.size();
   Placed placed;
   placed.taken.resize(n);
-  placed.used_up = store_.count_samples(drawn.rows, drawn.generations, placed.taken);
+  const Store::Taking taking{step, drawn.numbers};
+  placed.used_up =
+      store_.count_samples(drawn.rows, drawn.generations, placed.taken, settings_.takes ? &taking : nullptr);
   if (settings_.window.length == 0) return placed;
   std::vector<int32_t>& ends = placed.ends;
   ends.resize(n);

@@ -96,6 +96,8 @@ class BatchSampler {
     size_t atom = 1;      // rows that stand or fall together: when one of them is lost, all are
     uint64_t min_rows = 1;
     uint64_t min_steps = 0;
+    bool takes = false;   // in a store with tasks: drawn rows are taken by the batch, and stay (Tasks::take)
+    bool strict = false;  // ordered, in a store with tasks: no row is drawn while an older one is under way
   };
 
   // What changes from batch to batch.

@@ -384,7 +384,8 @@ void bind_batch(nb::module_& module) {
           [](Sampler* self, Store& store, const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
              unsigned threads, uint64_t seed, bool by_priority, bool replacement, bool stratified,
              std::optional<int> order, bool cursor, uint64_t min_rows, uint64_t min_steps, bool over_steps,
-             const TransitionView* view, const std::optional<WindowTuple>& windows, size_t atom) {
+             const TransitionView* view, const std::optional<WindowTuple>& windows, size_t atom, bool takes,
+             bool strict) {
             BatchSampler::Settings settings{.window = window_plan(window, windows),
                                             .pad_left = pad_left,
                                             .threads = threads,
@@ -397,7 +398,9 @@ void bind_batch(nb::module_& module) {
                                             .cursor = cursor,
                                             .atom = atom,
                                             .min_rows = min_rows,
-                                            .min_steps = min_steps};
+                                            .min_steps = min_steps,
+                                            .takes = takes,
+                                            .strict = strict};
             if (view != nullptr) settings.transitions = *view;
             if (order) {
               settings.form = BatchSampler::Form::ordered;
@@ -409,7 +412,8 @@ void bind_batch(nb::module_& module) {
           nb::arg("threads"), nb::arg("seed"), nb::arg("by_priority"), nb::arg("replacement"), nb::arg("stratified"),
           nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"), nb::arg("min_steps"),
           nb::arg("over_steps") = false, nb::arg("transitions").none() = nb::none(),
-          nb::arg("windows").none() = nb::none(), nb::arg("atom") = 1)
+          nb::arg("windows").none() = nb::none(), nb::arg("atom") = 1, nb::arg("takes") = false,
+          nb::arg("strict") = false)
       .def("sample", &Sampler::sample, nb::arg("n"), nb::arg("step"), nb::arg("limits").none(), nb::arg("cursor"),
            nb::arg("admitted"), nb::arg("beta").none(), nb::arg("rows").none(), nb::arg("anchors").none(),
            nb::arg("into").none() = nb::none(), nb::arg("first") = 0)

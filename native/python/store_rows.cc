@@ -190,12 +190,16 @@ uint64_t remove(Store& store, const In<uint32_t>& rows, const In<uint32_t>& gene
   return released(store, [&] { return store.remove(own_rows, view(generations)); });
 }
 
-// (taken, how many are in flight now until `finished`)
-nb::tuple count_samples(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
+// (taken, how many are in flight now until `finished`). With `places` rows are taken by the batch of a step.
+nb::tuple count_samples(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations, uint64_t step,
+                        const std::optional<In<uint32_t>>& places) {
   check_pairs(rows, generations);
   std::vector<uint8_t> taken(rows.size());
   const std::vector<uint32_t> own_rows = copied(rows);
-  const uint64_t used_up = released(store, [&] { return store.count_samples(own_rows, view(generations), taken); });
+  Store::Taking taking{step, {}};
+  if (places) taking.places = view(*places);
+  const uint64_t used_up = released(
+      store, [&] { return store.count_samples(own_rows, view(generations), taken, places ? &taking : nullptr); });
   return nb::make_tuple(to_numpy(std::move(taken)), used_up);
 }
 
@@ -361,7 +365,8 @@ void bind_store_rows(nb::class_<Store>& store) {
              return released(s, [&] { return s.set_times_sampled(own_rows, view(generations), view(counts)); });
            })
       .def("remove", &remove)
-      .def("count_samples", &count_samples)
+      .def("count_samples", &count_samples, nb::arg("rows"), nb::arg("generations"), nb::arg("step") = 0,
+           nb::arg("places").none() = nb::none())
       .def("release_exhausted", &release_exhausted)
       .def("expire", [](Store& s) { return released(s, [&] { return s.expire(); }); })
       .def("keys", &keys)

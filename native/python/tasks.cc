@@ -8,6 +8,7 @@
 #include "store/tasks.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
@@ -615,6 +616,7 @@ nb::dict task_figures(const Store& store) {
   out["finished"] = tasks.table().finished.load() != 0;
   out["under_way"] = tasks.table().under_way.load();
   if (tasks.count() != 0) {
+    out["kept"] = tasks.table().taken.load();
     out["in_flight"] = tasks.in_flight();
     out["stale"] = tasks.table().stale.load();
     out["clock"] = tasks.clock();
@@ -633,6 +635,16 @@ nb::object oldest_claim(const Store& store, uint32_t task) {
   const Tasks::Oldest found = released(store, [&] { return tasks_of(store).oldest_claim(task); });
   if (found.row == kNoRow) return nb::none();
   return nb::make_tuple(found.row, found.pid, found.inserted_at_ns);
+}
+
+// Rows that the batch of a step has taken, by their places: rows, generations, places.
+nb::tuple rows_taken_by(const Store& store, uint64_t step) {
+  const std::vector<Tasks::TakenRow> found = released(store, [&] { return tasks_of(store).taken(step); });
+  std::vector<uint32_t> rows, generations, places;
+  for (const Tasks::TakenRow& each : found) {
+    rows.push_back(each.row), generations.push_back(each.generation), places.push_back(each.place);
+  }
+  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(places)));
 }
 
 }  // namespace
@@ -669,6 +681,19 @@ void bind_tasks(nb::class_<Store>& store) {
       .def("oldest_claim", &oldest_claim)
       .def("occupancy", [](const Store& s) { return released(s, [&] { return tasks_of(s).occupancy(); }); })
       .def("rows_left", [](Store& s) { return released(s, [&] { return tasks_of(s).rows_left(); }); })
+      .def("taken", &rows_taken_by)
+      .def("untake", [](Store& s, uint64_t step) { return released(s, [&] { return tasks_of(s).untake(step); }); })
+      .def("free_taken",
+           [](Store& s, uint64_t step) { return released(s, [&] { return tasks_of(s).free_taken(step); }); })
+      .def("taken_steps", [](const Store& s) { return released(s, [&] { return tasks_of(s).taken_steps(); }); })
+      .def("saved_before", [](const Store& s) { return tasks_of(s).table().saved_before.load(); })
+      .def("kept_alone_stop",
+           [](Store& s, uint64_t rows) { return released(s, [&] { return tasks_of(s).kept_alone_stop(rows); }); })
+      .def("complete",
+           [](Store& s, uint64_t most) {
+             const Tasks::Complete found = released(s, [&] { return tasks_of(s).complete(most); });
+             return nb::make_tuple(found.rows, found.before);
+           })
       .def("end_inserts", [](Store& s) { released(s, [&] { tasks_of(s).end_inserts(); }); })
       .def("is_over", [](const Store& s, uint32_t task) {
         return released(s, [&] {

@@ -85,6 +85,16 @@
 //                                     v
 //                                   free (g+2)
 //
+// A batch that keeps its rows takes them: they are drawn, and stay until the steps of their batches are told to be
+// saved. They are on no list, have no bit and no priority, belong to no process, and keep their key.
+//
+//   committed (g+1, odd) --taken by a batch--> taken (g+1, odd, priority 0) --freed--> free (g+2)
+//           ^                                         |
+//           +-- untaken: its batch is not complete ---+
+//
+// A row is taken from the one store of its last task's word on, which says by which batch, until its generation changes
+// or that word is cleared; its priority waits in heap_slot.
+//
 // A row under way is on the order list at the place of its insert, has no bit and no priority, and keeps that of its
 // insert in heap_slot. A key names it by the generation that it gets when it is committed, so that keys last until the
 // row is free. Nothing is evicted in such a segment. Authoritative: the task words, their versions and the heads that
@@ -145,7 +155,15 @@ constexpr Remover remover_of(uint32_t stored) {
 constexpr uint32_t remover_field_of(uint32_t stored) {
   return stored >> 8;
 }
-enum class RowState : uint8_t { free = 0, writing = 1, committed = 2, exhausted = 3, open = 4, under_way = 5 };
+enum class RowState : uint8_t {
+  free = 0,
+  writing = 1,
+  committed = 2,
+  exhausted = 3,
+  open = 4,
+  under_way = 5,
+  taken = 6
+};
 
 enum RegionId : uint32_t {
   kStatusRegion,
@@ -392,6 +410,10 @@ struct TaskTable {
   uint32_t next_row;                    // where the search for a free row begins: rows are taken in a ring
   std::atomic<uint64_t> passed_before;  // the ring has passed over rows of lower sequences, which are the oldest ones
   std::atomic<uint64_t> under_way;      // rows
+  std::atomic<uint64_t> taken;          // rows
+  std::atomic<uint64_t> taken_before;   // no row is taken by a step from this one on
+  std::atomic<uint64_t> saved_before;   // the step that was told last to be saved, plus 1; 0: none
+  uint64_t asked_rows, asked_units;     // of the last insert that has found no room; 0: one has since
   std::atomic<uint64_t> dropped, given_up, set_back, revoked;  // rows, events
   uint32_t claims[kMaxClients];                                // of each client: rows claimed, and spans it is filling
   std::atomic<uint64_t> most_in_flight;                        // rows, the limiter's; 0: no limit
@@ -428,6 +450,20 @@ struct TaskWord {
 };
 static_assert(kMaxClients == 256);
 constexpr int64_t kNoVersion = INT64_MIN;
+
+// The word of the last task of a row that a batch has taken.
+constexpr uint32_t kPlaceBits = 22;
+constexpr uint64_t kMaxTakenSteps = uint64_t{1} << 40, kMaxPlaces = uint64_t{1} << kPlaceBits;
+struct TakenWord {
+  uint64_t step = 0, place = 0;
+
+  static constexpr TakenWord of(uint64_t word) {
+    return {word >> kPlaceBits & (kMaxTakenSteps - 1), word & (kMaxPlaces - 1)};
+  }
+  constexpr uint64_t packed() const {
+    return static_cast<uint64_t>(TaskState::taken) << 62 | step << kPlaceBits | place;
+  }
+};
 
 constexpr uint64_t kControlOffset = 4096;
 constexpr uint64_t kPendingOffset = 6144;

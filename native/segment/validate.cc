@@ -194,6 +194,7 @@ std::string damaged_tasks(const TaskTable& table, const TaskTable& checked, uint
     }
   }
   if (table.under_way.load() > capacity) return message_of({"it counts ", table.under_way, " rows of ", capacity});
+  if (table.taken.load() > capacity) return message_of({"it counts ", table.taken, " kept rows of ", capacity});
   if (table.index.free_units.load() > checked.span_units) {
     return message_of({"it counts ", table.index.free_units, " free units of ", checked.span_units});
   }

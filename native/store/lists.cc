@@ -217,6 +217,18 @@ void Store::link_order(std::span<const uint32_t> rows) {
   c.order_tail = previous;
 }
 
+void Store::link_order_before(uint32_t row, uint32_t next) {
+  if (next == kNoRow) {
+    link_order({&row, 1});
+    return;
+  }
+  RowStatus& s = status()[row];
+  s.next = next;
+  s.previous = status()[next].previous;
+  (s.previous == kNoRow ? control().order_head : status()[s.previous].next) = row;
+  status()[next].previous = row;
+}
+
 void Store::unlink_order(uint32_t row) {
   Control& c = control();
   RowStatus& s = status()[row];

@@ -34,12 +34,12 @@ uint64_t Store::update_priorities(std::span<const uint32_t> rows, std::span<cons
   uint64_t stale = 0;
   const bool ordered = header().remover == static_cast<uint32_t>(Remover::lowest_priority);
   if (ordered || header().max_times_sampled != 0) {
-    // The heap follows the priorities; and an exhausted row keeps its generation while it is
-    // read, so that only its state shows that its priority is zero for good.
+    // The heap follows the priorities; and an exhausted or taken row keeps its generation, so that only its state shows
+    // that its priority is zero.
     Guard guard(*this);
     for (size_t i = 0; i < rows.size(); ++i) {
       if (generation_of(words()[rows[i]].load(kRelaxed)) != generations[i] || (generations[i] & 1) == 0 ||
-          status()[rows[i]].state == RowState::exhausted) {
+          status()[rows[i]].state == RowState::exhausted || status()[rows[i]].state == RowState::taken) {
         ++stale;
         continue;
       }

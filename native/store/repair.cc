@@ -192,7 +192,10 @@ void Store::rebuild_locked(Steps steps) {
       // Last: who finds the number even, a reader or the next rebuild after a death in here, finds the key stale.
       s.inserted_at_ns.fetch_add(1, std::memory_order_release);
     }
-    if (is_committed(word) && s.state != RowState::exhausted) {
+    if (is_committed(word) && tasks_ != nullptr && tasks_->is_taken(row)) {
+      words()[row].store(make_word(generation_of(word), 0), kRelaxed);
+      std::atomic_ref(s.state).store(RowState::taken, kRelaxed);
+    } else if (is_committed(word) && s.state != RowState::exhausted) {
       if (s.state == RowState::open && owner_alive) {
         hold(row, s.owner, RowState::open);
         if (s.sequence > kLastSequence) s.sequence = 0;
@@ -343,9 +346,16 @@ std::vector<std::string> Store::audit() {
   }
   if (open_rows != c.open_count) wrong(open_rows, " rows are open, the count is ", c.open_count);
   if (held != c.writing_count + c.exhausted_count + open_rows) wrong(held, " rows are held, the counts disagree");
+  uint64_t taken = 0;
+  for (uint32_t row = 0; row < rows && tasks_ != nullptr; ++row) {
+    if (seen[row] != 0 || status()[row].state != RowState::taken) continue;
+    state_is(row, RowState::taken, true);
+    ++taken;
+  }
   if (tasks_ != nullptr) tasks_->audit([&](const std::string& problem) { wrong(problem); });
-  if (free_count + ordered + held != rows) {
-    wrong("of ", rows, " rows ", free_count, " are free, ", committed, " committed, ", held, " held: some are lost");
+  if (free_count + ordered + held + taken != rows) {
+    wrong("of ", rows, " rows ", free_count, " are free, ", committed, " committed, ", held, " held and ", taken,
+          " kept: some are lost");
   }
   for (uint32_t row = 0; row < rows; ++row) {
     const bool bit = (bit_tree_.leaves()[row / 64].load(kRelaxed) >> (row % 64) & 1) != 0;

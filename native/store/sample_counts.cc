@@ -8,8 +8,9 @@
 namespace geartrain {
 
 uint64_t Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
-                              std::span<uint8_t> taken) {
+                              std::span<uint8_t> taken, const Taking* taking) {
   check_rows(rows);
+  if (taking != nullptr) check_taking(*taking, rows.size());
   if (read_only() && header().max_times_sampled == 0) {  // not counted
     check_open();
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -51,7 +52,11 @@ uint64_t Store::count_samples(std::span<const uint32_t> rows, std::span<const ui
       unlink_order(row);
       set_bit(sums, row, false);
       control().committed_count.fetch_sub(1, kRelaxed);
-      hold(row, client_slot_, RowState::exhausted);
+      if (taking != nullptr) {
+        tasks_->take(row, {taking->step, taking->places[i]}, priority_of(word));
+      } else {
+        hold(row, client_slot_, RowState::exhausted);
+      }
       set_priority_locked(row, 0);
       if (per_step()) clear_steps(sums, row, generation_of(word) + 1);
     }
@@ -59,6 +64,17 @@ uint64_t Store::count_samples(std::span<const uint32_t> rows, std::span<const ui
   }
   count(control().counters.sampled, counted);
   return tasks_ == nullptr ? 0 : used_up;
+}
+
+void Store::check_taking(const Taking& taking, size_t rows) const {
+  if (tasks_ == nullptr || tasks_->count() == 0 || header().max_times_sampled != 1) {
+    fail(ErrorKind::schema, "rows are kept until they are saved in stores with tasks and max_times_sampled=1 alone");
+  }
+  if (taking.places.size() != rows) fail(ErrorKind::schema, "as many places as rows are needed");
+  if (taking.step >= kMaxTakenSteps) fail(ErrorKind::schema, "steps are below 2^40, found ", taking.step);
+  for (const uint32_t place : taking.places) {
+    if (place >= kMaxPlaces) fail(ErrorKind::schema, "a batch has up to 2^22 places, found ", place);
+  }
 }
 
 void Store::release_exhausted(std::span<const uint32_t> rows, std::span<const uint32_t> generations) {

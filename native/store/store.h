@@ -253,12 +253,19 @@ class Store final : public OpenStore {
   uint64_t remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                   std::span<uint8_t> removed = {});
 
+  // By which batch rows are taken, and their places in it (Tasks::take).
+  struct Taking {
+    uint64_t step = 0;
+    std::span<const uint32_t> places;
+  };
   // Counts one sample against each key; a handle that changes nothing only looks whether it is stale. taken[i] is 0
   // when the key is stale or its samples are used up (draw again). With max_times_sampled, a row whose last sample this
-  // is stays readable for this process, and for no other, until release_exhausted.
+  // is stays readable for this process, and for no other, until release_exhausted; or with `taking`, which is for
+  // stores with tasks whose rows have one sample, for all until they are freed. Throws schema for other stores, and for
+  // steps and places that words have no room for.
   // Returns how many rows' last samples these were, in a store with tasks: they are in flight until Tasks::finished.
   uint64_t count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
-                         std::span<uint8_t> taken);
+                         std::span<uint8_t> taken, const Taking* taking = nullptr);
   void release_exhausted(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
 
   // Expires rows older than max_age; returns how many. Cheap when there are none.
@@ -482,6 +489,7 @@ class Store final : public OpenStore {
   void unhold(uint32_t row);
   void unhold(std::span<const uint32_t> rows);  // of one client, in one state
   void link_order(std::span<const uint32_t> rows);
+  void link_order_before(uint32_t row, uint32_t next);
   void unlink_order(uint32_t row);
   void set_bit(Sums& sums, uint32_t row, bool selectable);
   uint32_t victim() const;
@@ -499,6 +507,7 @@ class Store final : public OpenStore {
   void make_unselectable(Sums& sums, uint32_t row);
   void free_spent(uint32_t row);  // an exhausted row: its last key is stale from here on
   uint64_t expire_locked(Sums& sums, uint64_t now_ns);
+  void check_taking(const Taking& taking, size_t rows) const;
   void check_held(std::span<const uint32_t> rows, RowState state = RowState::writing) const;
   uint64_t commit_time() const;
   void check_extended(std::span<const uint32_t> rows, std::span<const uint32_t> lengths) const;

@@ -142,6 +142,11 @@ bool Tasks::under_way(uint32_t row) const {
   return store_.status()[row].state == RowState::under_way;
 }
 
+// Whether it may be rewritten: what a batch has taken stays as it was drawn.
+bool Tasks::may_rewrite(const TaskRow& row, uint32_t task) const {
+  return has_key(row.row, row.generation) && word(row.row, task).state == TaskState::done && !is_taken(row.row);
+}
+
 bool Tasks::has_key(uint32_t row, uint32_t generation) const {
   if (row >= store_.header().capacity) return false;
   const std::atomic<uint64_t>& word = store_.words()[row];
@@ -297,6 +302,8 @@ bool Tasks::begin_insert(std::span<TaskRow> rows) {
     if (!has_place_for(rows.size())) return false;
   }
   if (c.free_count < rows.size()) store_.reap_locked();
+  table_->asked_rows = rows.size();
+  table_->asked_units = units;
   if (c.free_count < rows.size() || oldest_waiter() != nullptr) return false;
   if (units != 0 && heap_.free_units() < units + kept_from_inserts()) return false;
   std::vector<uint32_t> taken(rows.size());
@@ -311,6 +318,7 @@ bool Tasks::begin_insert(std::span<TaskRow> rows) {
     }
     return false;
   }
+  table_->asked_rows = table_->asked_units = 0;
   take_rows(taken);
   store_.hold(taken, store_.client_slot_);
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -417,11 +425,11 @@ void Tasks::passed_over(uint64_t first, uint64_t last) {
 
 std::string Tasks::occupancy() {
   const Control& c = store_.control();
-  std::string text =
-      message_of({"of ", store_.header().capacity, " rows ", table_->under_way.load(kRelaxed), " are under way, ",
-                  store_.committed_count(), " finished, ", c.exhausted_count, " read for the last time and ",
-                  c.writing_count, " being inserted; of ", heap_.units() * kSpanUnit, " bytes of spans ",
-                  heap_.free_units() * kSpanUnit, " are free"});
+  std::string text = message_of(
+      {"of ", store_.header().capacity, " rows ", table_->under_way.load(kRelaxed), " are under way, ",
+       store_.committed_count(), " finished, ", c.exhausted_count, " read for the last time, ",
+       table_->taken.load(kRelaxed), " kept until they are saved and ", c.writing_count, " being inserted; of ",
+       heap_.units() * kSpanUnit, " bytes of spans ", heap_.free_units() * kSpanUnit, " are free"});
   for (uint32_t task = 1; task < count_; ++task) {
     text += message_of(
         {"; task '", record(task).name, "' has ", figures(task).due, " due and ", figures(task).claimed, " claimed"});
@@ -599,6 +607,11 @@ size_t Tasks::drop(uint32_t task, std::span<const ClaimedRow> rows) {
 }
 
 bool Tasks::drop_locked(uint32_t row, uint32_t generation) {
+  if (store_.status()[row].state == RowState::taken) {
+    if (generation_of(store_.words()[row].load(kRelaxed)) != generation) return false;
+    free_taken_row(row);
+    return true;
+  }
   if (!under_way(row) || generation_of(store_.words()[row].load(kRelaxed)) + 1 != generation) return false;
   Woken woken(*this);
   drop_row(row, woken);  // counted as deleted
@@ -694,9 +707,8 @@ size_t Tasks::begin(Write write, uint32_t task, std::span<TaskRow> rows, uint8_t
     for (const size_t end = std::min(rows.size(), begun + kRowsAHold); begun < end; ++begun) {
       TaskRow& each = rows[begun];
       each.span = 0;
-      const bool open = write == Write::rewrite
-                            ? has_key(each.row, each.generation) && word(each.row, task).state == TaskState::done
-                            : holds_claim(task, {each.row, each.generation, each.claim});
+      const bool open = write == Write::rewrite ? may_rewrite(each, task)
+                                                : holds_claim(task, {each.row, each.generation, each.claim});
       each.skipped = !open;
       if ((each.units == 0) != layouts_[task].empty()) {
         fail(ErrorKind::schema, "the task '", record(task).name, "' writes its fields, all together");
@@ -738,9 +750,8 @@ void Tasks::finish(Write write, uint32_t task, std::span<TaskRow> rows) {
     Store::Sums sums(store_);
     for (TaskRow& each : rows.subspan(at, std::min(kRowsAHold, rows.size() - at))) {
       if (each.skipped) continue;
-      const bool open = write == Write::rewrite
-                            ? has_key(each.row, each.generation) && word(each.row, task).state == TaskState::done
-                            : holds_claim(task, {each.row, each.generation, each.claim});
+      const bool open = write == Write::rewrite ? may_rewrite(each, task)
+                                                : holds_claim(task, {each.row, each.generation, each.claim});
       if (!open) {
         each.skipped = true;
         discard(each, task, woken);
@@ -893,6 +904,154 @@ std::vector<ChainPart> Tasks::chain(uint32_t task, const ClaimedRow& row) {
   return parts;
 }
 
+// --- rows that batches have taken -----------------------------------------------------------------------------
+
+void Tasks::take(uint32_t row, const TakenWord& by, uint32_t priority) {
+  RowStatus& s = store_.status()[row];
+  std::atomic_ref<uint32_t>(s.heap_slot).store(priority, kRelaxed);
+  if (by.step >= table_->taken_before.load(kRelaxed)) table_->taken_before.store(by.step + 1, kRelaxed);
+  // The row is taken with this one store.
+  words(row)[last()].store(by.packed(), std::memory_order_release);
+  std::atomic_ref(s.state).store(RowState::taken, kRelaxed);
+  table_->taken.fetch_add(1, kRelaxed);
+  Woken woken(*this);
+  not_remaining(last(), woken);
+}
+
+std::vector<Tasks::TakenRow> Tasks::taken(uint64_t step) const {
+  std::vector<TakenRow> found;
+  if (count_ == 0 || table_->taken.load(kRelaxed) == 0 || step >= table_->taken_before.load(kRelaxed)) return found;
+  for (uint32_t row = 0; row < store_.header().capacity; ++row) {
+    const uint64_t word = words(row)[last()].load(std::memory_order_acquire);
+    const TakenWord by = TakenWord::of(word);
+    if (TaskWord::of(word).state != TaskState::taken || by.step != step) continue;
+    const uint64_t main = store_.words()[row].load(std::memory_order_acquire);
+    if (is_committed(main)) found.push_back({row, generation_of(main), static_cast<uint32_t>(by.place)});
+  }
+  std::sort(found.begin(), found.end(), [](const TakenRow& one, const TakenRow& other) {
+    return one.place != other.place ? one.place < other.place : one.row < other.row;
+  });
+  return found;
+}
+
+std::vector<std::pair<uint64_t, uint64_t>> Tasks::taken_steps() const {
+  std::vector<uint64_t> steps;
+  if (count_ == 0 || table_->taken.load(kRelaxed) == 0) return {};
+  for (uint32_t row = 0; row < store_.header().capacity; ++row) {
+    const uint64_t word = words(row)[last()].load(std::memory_order_acquire);
+    if (TaskWord::of(word).state == TaskState::taken) steps.push_back(TakenWord::of(word).step);
+  }
+  std::sort(steps.begin(), steps.end());
+  std::vector<std::pair<uint64_t, uint64_t>> found;
+  for (const uint64_t step : steps) {
+    if (found.empty() || found.back().first != step) found.emplace_back(step, 0);
+    ++found.back().second;
+  }
+  return found;
+}
+
+// Does something, under the lock, with all rows that steps from the first to the last have taken, oldest first.
+template <typename Act>
+uint64_t Tasks::for_taken(uint64_t first, uint64_t last_step, Act&& act) {
+  store_.ensure_client();
+  if (count_ == 0) fail(ErrorKind::schema, "no row is kept in a store without tasks");
+  const auto is_one = [&](uint32_t row) {
+    const uint64_t word = words(row)[last()].load(std::memory_order_acquire);
+    const uint64_t step = TakenWord::of(word).step;
+    return TaskWord::of(word).state == TaskState::taken && first <= step && step <= last_step;
+  };
+  std::vector<uint32_t> rows;
+  if (table_->taken.load(kRelaxed) == 0) return 0;
+  for (uint32_t row = 0; row < store_.header().capacity; ++row) {
+    if (is_one(row)) rows.push_back(row);
+  }
+  std::sort(rows.begin(), rows.end(), [&](uint32_t one, uint32_t other) { return sequence(one) < sequence(other); });
+  uint64_t found = 0;
+  for (size_t at = 0; at < rows.size(); at += kRowsAHold) {
+    Store::Guard guard(store_);
+    std::vector<uint32_t> some;
+    for (const uint32_t row : std::span(rows).subspan(at, std::min(kRowsAHold, rows.size() - at))) {
+      if (store_.status()[row].state == RowState::taken && is_one(row)) some.push_back(row);
+    }
+    act(std::span<const uint32_t>(some));
+    found += some.size();
+  }
+  return found;
+}
+
+uint64_t Tasks::untake(uint64_t step) {
+  return for_taken(step, step, [&](std::span<const uint32_t> rows) {
+    Store::Sums sums(store_);
+    const Control& c = store_.control();
+    uint32_t next = c.order_head;  // the first row of the order that comes after
+    uint64_t walked = 0;
+    for (const uint32_t row : rows) {
+      RowStatus& s = store_.status()[row];
+      store_.set_priority_locked(row, std::atomic_ref<uint32_t>(s.heap_slot).load(kRelaxed));
+      words(row)[last()].store(0, std::memory_order_release);  // it is selectable from here on, for a rebuild
+      s.times_sampled.store(0, kRelaxed);
+      std::atomic_ref(s.state).store(RowState::committed, std::memory_order_release);
+      store_.set_bit(sums, row, true);
+      while (next != kNoRow && sequence(next) < sequence(row)) {
+        if (walked++ == store_.header().capacity) store_.fail_damaged("the order list is a circle through row", next);
+        next = store_.status()[next].next;
+      }
+      store_.link_order_before(row, next);
+      table_->taken.fetch_sub(1, kRelaxed);
+      figures(last()).remaining.fetch_add(1, kRelaxed);
+      sums.settle();
+      store_.control().committed_count.store(store_.committed_count() + 1, std::memory_order_release);
+    }
+    // Who died while it took them may not have counted them.
+    const uint64_t sampled = store_.samples_so_far();
+    store_.control().counters.sampled.fetch_sub(std::min<uint64_t>(sampled, rows.size()), kRelaxed);
+  });
+}
+
+uint64_t Tasks::free_taken(uint64_t step) {
+  const uint64_t freed = for_taken(0, step, [&](std::span<const uint32_t> rows) {
+    for (const uint32_t row : rows) {
+      free_taken_row(row);
+      geartrain::count(store_.control().counters.exhausted);
+    }
+  });
+  Store::Guard guard(store_);
+  table_->saved_before.store(step + 1, kRelaxed);
+  return freed;
+}
+
+void Tasks::free_taken_row(uint32_t row) {
+  std::atomic<uint64_t>& main = store_.words()[row];
+  main.store(make_word(generation_of(main.load(kRelaxed)) + 1, 0), std::memory_order_release);
+  table_->taken.fetch_sub(1, kRelaxed);
+  store_.put_free_row(row);
+}
+
+bool Tasks::kept_alone_stop(uint64_t rows) {
+  if (table_->taken.load(kRelaxed) == 0 || store_.committed_count() >= rows) return false;
+  store_.ensure_client();
+  Store::Guard guard(store_);
+  store_.reap_now_and_then();
+  const Control& c = store_.control();
+  if (table_->taken.load(kRelaxed) == 0 || store_.committed_count() >= rows) return false;
+  if (table_->under_way.load(kRelaxed) + c.writing_count + c.exhausted_count != 0) return false;
+  const uint64_t units = table_->asked_units;
+  return c.free_count == 0 || c.free_count < table_->asked_rows ||
+         (units != 0 && heap_.free_units() < units + kept_from_inserts());
+}
+
+Tasks::Complete Tasks::complete(uint64_t most) {
+  store_.ensure_client();
+  Store::Guard guard(store_);
+  Complete found;
+  uint32_t row = store_.control().order_head;
+  for (; row != kNoRow && !under_way(row) && found.rows < most; row = store_.status()[row].next) {
+    if (found.rows++ == store_.header().capacity) store_.fail_damaged("the order list is a circle through row", row);
+  }
+  found.before = row == kNoRow ? store_.next_sequence() : sequence(row);
+  return found;
+}
+
 // --- room -----------------------------------------------------------------------------------------------------
 
 // The one of the oldest row: what it needs is not taken by newer ones. nullptr: nobody waits.
@@ -1005,7 +1164,8 @@ bool Tasks::has_task_spans(uint32_t row) const {
 // Whether all that takes room are the row itself and what was inserted, which no task gives back.
 bool Tasks::takes_all_room(uint32_t row) const {
   const Control& c = store_.control();
-  if (store_.committed_count() + c.exhausted_count + c.writing_count != 0) return false;
+  const uint64_t end = c.exhausted_count + table_->taken.load(kRelaxed);
+  if (store_.committed_count() + end + c.writing_count != 0) return false;
   uint64_t walked = 0;
   for (uint32_t other = c.order_head; other != kNoRow; other = store_.status()[other].next) {
     if (walked++ == store_.header().capacity) store_.fail_damaged("the order list is a circle through row", other);
@@ -1024,9 +1184,7 @@ Tasks::Room Tasks::make_room(uint32_t task, const TaskRow& each) {
     if (end_wait()) woken.space();
     return result;
   };
-  const auto stale = [&] {
-    return !claims() && !(has_key(each.row, each.generation) && word(each.row, task).state == TaskState::done);
-  };
+  const auto stale = [&] { return !claims() && !may_rewrite(each, task); };
   if (stale()) return ends(Room::given_up);
   const uint64_t mine = sequence(each.row);
   register_waiter(mine, each.units, claims());
@@ -1221,6 +1379,9 @@ void Tasks::begin_rebuild(std::span<const bool> alive) {
   for (SpaceWaiter& each : table_->waiters) each.place.store(0, kRelaxed);
   table_->waiter_count.store(0, kRelaxed);
   table_->under_way.store(0, kRelaxed);
+  table_->taken.store(0, kRelaxed);
+  table_->taken_before.store(0, kRelaxed);
+  table_->asked_rows = table_->asked_units = 0;
 }
 
 bool Tasks::survives(uint32_t row) const {
@@ -1239,6 +1400,11 @@ void Tasks::finish_rebuild(Store::Sums& sums) {
       continue;
     }
     const bool way = state == RowState::under_way;
+    if (state == RowState::taken) {
+      table_->taken.fetch_add(1, kRelaxed);
+      const uint64_t after = TakenWord::of(words(row)[last()].load(kRelaxed)).step + 1;
+      if (after > table_->taken_before.load(kRelaxed)) table_->taken_before.store(after, kRelaxed);
+    }
     for (uint32_t task = 0; task <= count_; ++task) {
       TaskWord its = word(row, task);
       if (its.state == TaskState::taken) continue;
@@ -1322,11 +1488,16 @@ void Tasks::finish_rebuild(Store::Sums& sums) {
 }
 
 void Tasks::audit(const std::function<void(const std::string&)>& wrong) const {
-  uint64_t units = 0, way = 0;
+  uint64_t units = 0, way = 0, taken = 0;
   std::vector<uint64_t> due(count_ + 1), claimed(count_ + 1), remaining(count_ + 1), claims(kMaxClients);
   for (uint32_t row = 0; row < store_.header().capacity; ++row) {
     const RowState state = store_.status()[row].state;
     way += state == RowState::under_way;
+    taken += state == RowState::taken;
+    if (is_taken(row) != (state == RowState::taken)) wrong(message_of({"row ", row, " is kept by a batch, or not"}));
+    if (is_taken(row) && TakenWord::of(words(row)[last()].load()).step >= table_->taken_before) {
+      wrong(message_of({"row ", row, " is kept by a step that none should be kept by"}));
+    }
     if (count_ != 0 && (state == RowState::committed || state == RowState::exhausted)) ++remaining[last()];
     if (due_bit(0, row) != (state == RowState::free)) wrong(message_of({"row ", row, " has a wrong bit of free rows"}));
     for (uint32_t task = 0; task <= count_; ++task) {
@@ -1370,6 +1541,9 @@ void Tasks::audit(const std::function<void(const std::string&)>& wrong) const {
   for (const SpaceWaiter& each : table_->waiters) waiting += each.place.load(kRelaxed) != 0;
   if (waiting != table_->waiter_count)
     wrong(message_of({waiting, " wait for room, the count is ", table_->waiter_count}));
+  if (taken != table_->taken.load(kRelaxed)) {
+    wrong(message_of({taken, " rows are kept by batches, the count is ", table_->taken}));
+  }
   if (way != table_->under_way.load(kRelaxed)) {
     wrong(message_of({way, " rows are under way, the count is ", table_->under_way}));
   }

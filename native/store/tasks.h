@@ -27,6 +27,9 @@
 // its own are more than the limit. The clock is the version of the policy that is trained. A row is stale whose version
 // is known by a task and lies further behind the clock than the limit. It is ended where nobody holds it: when the
 // clock advances, or when its last claim is put or given back.
+// Batches that keep their rows. Such a batch takes the rows that it draws: the word of their last task has its step and
+// their places. They stay, whoever dies, until free_taken(); taken() finds a batch again, and untake() gives one back
+// that is not complete.
 //
 // Threads and processes: any; words change under the store's lock, 64 rows a hold. Waits are the caller's, on futexes
 // (TaskFigures::changes, TaskTable::space_changes), which never tell more than that it is worth to look again.
@@ -166,6 +169,30 @@ class Tasks {
   void set_clock(int64_t version);   // of a loaded state
   // Whether a row's version is further behind the clock than allowed. Without the lock.
   bool is_stale(uint32_t row) const;
+  // --- rows that batches have taken -----------------------------------------------------------------------------
+
+  struct TakenRow {
+    uint32_t row, generation;
+    uint32_t place;
+  };
+  // What the batch of a step has taken, by its places. Where two rows have one place both are there.
+  std::vector<TakenRow> taken(uint64_t step) const;
+  // They are as if they had never been drawn: selectable, at their places in the order of inserts. Returns how many.
+  uint64_t untake(uint64_t step);
+  // Frees the rows of all steps up to this one, which is told to be saved. Returns how many.
+  uint64_t free_taken(uint64_t step);
+  // (step, rows) of all steps that have taken any.
+  std::vector<std::pair<uint64_t, uint64_t>> taken_steps() const;
+  // Whether nothing but the end of taken rows can bring as many selectable rows: none is under way, and no row is free,
+  // or an insert has found no room.
+  bool kept_alone_stop(uint64_t rows);
+
+  // The rows that come first in the order of inserts, up to the first one that is under way: how many of them there
+  // are, `most` at most, and a sequence that all rows before are among them.
+  struct Complete {
+    uint64_t rows = 0, before = 0;
+  };
+  Complete complete(uint64_t most);
 
   // --- waits --------------------------------------------------------------------------------------------------
 
@@ -193,9 +220,12 @@ class Tasks {
   void clear();                              // of a new segment
   void take_rows(std::span<uint32_t> rows);  // as many as are free
   bool freed(uint32_t row);                  // its spans and words; false where somebody is writing one still
-  bool drop_locked(uint32_t row, uint32_t generation);
-  void release_claims_of(uint32_t slot);  // of a client that is gone
-  void drawn(uint64_t rows) {             // for the last time, by this client
+  bool drop_locked(uint32_t row, uint32_t generation);  // a row under way, or taken
+  void release_claims_of(uint32_t slot);                // of a client that is gone
+  bool is_taken(uint32_t row) const { return count_ != 0 && word(row, count_).state == TaskState::taken; }
+  // A committed row that is on no list any more and has no bit, and whose priority was this.
+  void take(uint32_t row, const TakenWord& by, uint32_t priority);
+  void drawn(uint64_t rows) {  // for the last time, by this client
     table_->unfinished[store_.client_slot_.load(kRelaxed)].fetch_add(static_cast<uint32_t>(rows), kRelaxed);
   }
   void begin_rebuild(std::span<const bool> alive);
@@ -248,6 +278,10 @@ class Tasks {
   bool end_if_stale(uint32_t row, Woken& woken);  // a row under way
   void end_stale_rows();
   bool has_place_for(uint64_t rows) const;
+  bool may_rewrite(const TaskRow& row, uint32_t task) const;
+  template <typename Act>
+  uint64_t for_taken(uint64_t first, uint64_t last, Act&& act);
+  void free_taken_row(uint32_t row);
   void locked_lengths(uint32_t row, AxisLengths* out) const;
   uint64_t take_span(uint32_t task, const TaskRow& from, uint8_t axis);
   void hang(uint64_t span, uint32_t task, const TaskRow& from, uint8_t axis);

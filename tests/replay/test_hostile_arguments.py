@@ -65,7 +65,7 @@ ALLOWED: dict[Any, dict[str, Callable[[Any], bool]]] = {
     },
     TopK: COMMON,
     Lifo: COMMON,
-    Fifo: COMMON,
+    Fifo: {**COMMON, "strict": flag},
     GroupSampling: {
         **COMMON, "by": lambda value: isinstance(value, str), "size": whole(2, 2**31 - 1), "prioritized": flag,
         "attempt": lambda value: value is None or (isinstance(value, str) and value != "x"),
@@ -81,7 +81,7 @@ ALLOWED: dict[Any, dict[str, Callable[[Any], bool]]] = {
         "form": lambda value: value == "custom" if isinstance(value, str) else False,
         "atom": whole(1, 2**31 - 1),
         **dict.fromkeys(("by_priority", "over_steps", "replacement", "stratified"), flag),
-        **dict.fromkeys(("cursor", "stateless", "importance"), flag),
+        **dict.fromkeys(("cursor", "strict", "stateless", "importance"), flag),
         "alpha": lambda value: callable(value) or scalar(0, above=True)(value),
         "limits": limits,
     },
@@ -142,6 +142,7 @@ REPLAY: dict[str, Callable[[Any], bool]] = {
     "seed": whole(0, 2**64 - 1),
     "view": lambda value: value is None,
     "transform": lambda value: value is None or callable(value),
+    "keep": lambda value: value is None,  # the store has no tasks
 }
 
 

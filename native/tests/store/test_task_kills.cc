@@ -19,6 +19,7 @@
 namespace geartrain {
 namespace {
 
+constexpr uint64_t kStep = 3;     // of the batch that takes rows
 constexpr uint32_t kNumber = 77;  // what the survivor fills spans with; the child has others
 
 bool spans_are_whole(const Store& store) {
@@ -94,7 +95,8 @@ void check_survivor(Store& store, const Scenario& scenario, size_t instruction) 
   }
   const uint64_t rows = tasks.table().under_way.load() + store.committed_count();
   if (tasks.in_flight() != rows + store.counts().writing) complain(tasks.in_flight(), " rows are in flight");
-  if (!scenario.may_lose_rows && rows < 6) complain("of 6 rows ", rows, " are there");
+  const uint64_t there = rows + tasks.table().taken.load();
+  if (!scenario.may_lose_rows && there < 6) complain("of 6 rows ", there, " are there");
   uint64_t done[kTrain] = {};
   for (uint32_t row = 0; row < store.header().capacity; ++row) {
     for (uint32_t task = 0; task < kTrain; ++task) done[task] += tasks.word(row, task).state == TaskState::done;
@@ -104,6 +106,14 @@ void check_survivor(Store& store, const Scenario& scenario, size_t instruction) 
     if (done[task] < before[task]) complain("task ", task, " was done for ", before[task], ", is for ", done[task]);
   }
   if (!spans_are_whole(store)) complain("a span is torn");
+  // What a batch has taken keeps its places, in whichever state; and is given back, or freed.
+  std::vector<uint32_t> places;
+  for (const Tasks::TakenRow& each : tasks.taken(kStep)) places.push_back(each.place);
+  if (std::adjacent_find(places.begin(), places.end(), std::greater_equal<>()) != places.end()) {
+    complain("two rows are taken for one place");
+  }
+  if (tasks.untake(kStep) != places.size()) complain("kept rows are lost");
+  for (const std::string& problem : store.audit()) complain("untaken: ", problem);
   run_to_the_end(store);
   for (const std::string& problem : store.audit()) complain("afterwards: ", problem);
   if (store.counts().free != store.header().capacity) complain("only ", store.counts().free, " rows are free");
@@ -259,6 +269,44 @@ std::vector<Scenario> scenarios() {
     store.tasks()->set_limits({.in_flight = 8, .max_stale = 0});
     return [&store] { store.tasks()->finish(Write::put, kAnswer, rows); };
   };
+  // Rows 3 to 5 are finished and, but for the first `left`, taken.
+  const auto take = [](Store& store, size_t left) {
+    for (const uint32_t task : {kReward, kRef}) {
+      for (const ClaimedRow& each : store.tasks()->claim(task, {.most = 3})) put(store, task, each, kLengths, kNumber);
+    }
+    static std::vector<uint32_t> all, theirs, places;
+    static std::vector<uint8_t> taken;
+    store.keys(&all, &theirs);
+    if (all.size() != 3) fail(ErrorKind::schema, all.size(), " rows are finished");
+    all.erase(all.begin(), all.begin() + static_cast<ptrdiff_t>(left));
+    theirs.erase(theirs.begin(), theirs.begin() + static_cast<ptrdiff_t>(left));
+    places = {2, 0, 1};
+    places.resize(all.size());
+    taken.resize(all.size());
+    return [&store] {
+      const Store::Taking by{kStep, places};
+      store.count_samples(all, theirs, taken, &by);
+    };
+  };
+  const auto take_batch = [take](Store& store) -> std::function<void()> { return take(store, 0); };
+  const auto untake = [take](Store& store) -> std::function<void()> {
+    take(store, 1)();
+    return [&store] { store.tasks()->untake(kStep); };
+  };
+  const auto save = [take](Store& store) -> std::function<void()> {
+    take(store, 1)();
+    return [&store] { store.tasks()->free_taken(kStep); };
+  };
+  const auto delete_kept = [take](Store& store) -> std::function<void()> {
+    take(store, 1)();
+    static std::vector<uint32_t> one(1), its(1);
+    one[0] = store.tasks()->taken(kStep)[0].row, its[0] = store.tasks()->taken(kStep)[0].generation;
+    return [&store] { store.remove(one, its); };
+  };
+  const auto rebuild_kept = [take](Store& store) -> std::function<void()> {
+    take(store, 1)();
+    return [&store] { store.rebuild(); };
+  };
   const auto rebuild = [begun](Store& store) -> std::function<void()> {
     begun(store, Write::put, kAnswer, kLengths, 0);
     return [&store] { store.rebuild(); };
@@ -298,6 +346,11 @@ std::vector<Scenario> scenarios() {
       {"say a version", say_version},
       {"advance the clock", advance, options_of_tests(8, 16 << 10), true},
       {"put stale rows", put_stale, options_of_tests(8, 16 << 10), true},
+      {"take for a batch", take_batch},
+      {"untake", untake},
+      {"free what a batch has taken", save, options_of_tests(8, 16 << 10), true},
+      {"delete a kept row", delete_kept, options_of_tests(8, 16 << 10), true},
+      {"rebuild with kept rows", rebuild_kept},
       {"rebuild", rebuild},
       {"reap", reap},
   };

@@ -61,6 +61,152 @@ TEST(a_row_passes_through_its_tasks_and_is_freed) {
   no_problems(*store);
 }
 
+// Rows that all tasks but the last are done for.
+std::vector<ClaimedRow> finished(Store& store, size_t n) {
+  const auto keys = insert(store, n);
+  for (const uint32_t task : {kAnswer, kReward, kRef}) {
+    for (const ClaimedRow& each : store.tasks()->claim(task, {.most = n})) put(store, task, each, kLengths, 1);
+  }
+  return keys;
+}
+
+size_t take(Store& store, std::span<const ClaimedRow> rows, uint64_t step, std::vector<uint32_t> places) {
+  std::vector<uint32_t> numbers, generations;
+  for (const ClaimedRow& each : rows) numbers.push_back(each.row), generations.push_back(each.generation);
+  std::vector<uint8_t> taken(rows.size());
+  const Store::Taking by{step, places};
+  store.count_samples(numbers, generations, taken, &by);
+  return static_cast<size_t>(std::count(taken.begin(), taken.end(), uint8_t{1}));
+}
+
+std::vector<uint32_t> rows_taken(Store& store, uint64_t step) {
+  std::vector<uint32_t> rows;
+  for (const Tasks::TakenRow& each : store.tasks()->taken(step)) rows.push_back(each.row);
+  return rows;
+}
+
+TEST(taken_rows_stay_by_step_and_place_until_they_are_saved) {
+  auto store = made();
+  Tasks& tasks = *store->tasks();
+  const auto keys = finished(*store, 6);
+  const auto part = [&](size_t first, size_t n) { return std::span(keys).subspan(first, n); };
+  CHECK_EQ(take(*store, part(0, 3), 4, {2, 0, 1}), 3u);
+  CHECK_EQ(take(*store, part(2, 2), 5, {0, 1}), 1u);  // the first one is taken already
+  no_problems(*store);
+  CHECK(rows_taken(*store, 4) == std::vector<uint32_t>({keys[1].row, keys[2].row, keys[0].row}));
+  CHECK(rows_taken(*store, 5) == std::vector<uint32_t>({keys[3].row}));
+  CHECK(rows_taken(*store, 6).empty());
+  CHECK(tasks.taken_steps() == (std::vector<std::pair<uint64_t, uint64_t>>{{4, 3}, {5, 1}}));
+  CHECK_EQ(store->committed_count(), 2u);
+  const double priority = 5;
+  CHECK_EQ(store->update_priorities({&keys[0].row, 1}, {&keys[0].generation, 1}, {&priority, 1}), 1u);
+  CHECK(tasks.has_key(keys[0].row, keys[0].generation));
+  CHECK(!put(*store, kReward, keys[0], kLengths, 9, Write::rewrite));  // it stays as it was drawn
+  store->reap();
+  store->rebuild();
+  no_problems(*store);
+  CHECK(rows_taken(*store, 4) == std::vector<uint32_t>({keys[1].row, keys[2].row, keys[0].row}));
+  CHECK_EQ(tasks.free_taken(4), 3u);
+  CHECK_EQ(tasks.table().saved_before.load(), 5u);
+  CHECK(rows_taken(*store, 4).empty() && rows_taken(*store, 5).size() == 1);
+  CHECK(!tasks.has_key(keys[0].row, keys[0].generation));
+  CHECK_EQ(tasks.free_taken(9), 1u);
+  CHECK_EQ(tasks.free_taken(9), 0u);
+  CHECK_EQ(train(*store), 2u);
+  CHECK_EQ(store->counts().free, 16u);
+  CHECK_EQ(tasks.heap().free_units(), tasks.heap().units() - 1);
+  no_problems(*store);
+}
+
+TEST(untaken_rows_are_as_if_they_had_never_been_drawn) {
+  auto store = made();
+  Tasks& tasks = *store->tasks();
+  const auto keys = finished(*store, 6);
+  std::vector<uint32_t> before, generations, after;
+  store->keys(&before, &generations);
+  const double priority = 3;
+  store->update_priorities({&keys[3].row, 1}, {&keys[3].generation, 1}, {&priority, 1});
+  const uint64_t sum = store->priority_tree().total();
+  CHECK_EQ(take(*store, std::span(keys).subspan(1, 3), 0, {0, 1, 2}), 3u);
+  CHECK(store->priority_tree().total() < sum);
+  CHECK_EQ(tasks.untake(1), 0u);
+  CHECK_EQ(tasks.untake(0), 3u);
+  no_problems(*store);
+  store->keys(&after, &generations);
+  CHECK(after == before);  // in the order of inserts
+  CHECK_EQ(store->priority_tree().total(), sum);
+  CHECK_EQ(store->control().counters.sampled.load(), 0u);
+  CHECK_EQ(take(*store, keys, 0, {0, 1, 2, 3, 4, 5}), 6u);
+  no_problems(*store);
+}
+
+TEST(rows_are_taken_only_where_one_sample_frees_them) {
+  StoreOptions options = options_of_tests();
+  options.max_times_sampled = 2;
+  for (const StoreOptions& each : {options, options_of_tests()}) {
+    auto store = made(each);
+    const auto keys = finished(*store, 1);
+    const bool fits = each.max_times_sampled == 1;
+    for (const uint64_t step : {fits ? kMaxTakenSteps : 0, uint64_t{0}}) {
+      try {
+        CHECK_EQ(take(*store, keys, step, {step == 0 && fits ? uint32_t{kMaxPlaces} : 0}), 1u);
+        CHECK(false);
+      } catch (const Error& error) {
+        CHECK(error.kind == ErrorKind::schema);
+      }
+    }
+    no_problems(*store);
+  }
+}
+
+TEST(kept_rows_stop_a_draw_where_nothing_else_can_bring_rows) {
+  auto store = made(options_of_tests(4, 64 << 10));
+  Tasks& tasks = *store->tasks();
+  const auto keys = finished(*store, 4);
+  CHECK(!tasks.kept_alone_stop(2));
+  take(*store, std::span(keys).first(3), 0, {0, 1, 2});
+  CHECK(tasks.kept_alone_stop(2));
+  CHECK(!tasks.kept_alone_stop(1));
+  tasks.free_taken(0);
+  CHECK(!tasks.kept_alone_stop(2));
+  take(*store, std::span(keys).subspan(3), 1, {0});
+  CHECK(!tasks.kept_alone_stop(2));  // rows are free
+  CHECK(insert(*store, 4).empty());
+  CHECK(tasks.kept_alone_stop(2));  // and too few for an insert
+  insert(*store, 3);
+  CHECK(!tasks.kept_alone_stop(2));
+  tasks.drop(kAnswer, tasks.claim(kAnswer, {.most = 3}));
+  // Spans are taken, too: more than what is left.
+  auto other = made(options_of_tests(16, 8 << 10));
+  const auto rows = finished(*other, 4);
+  take(*other, rows, 0, {0, 1, 2, 3});
+  CHECK(!other->tasks()->kept_alone_stop(1));
+  CHECK(insert(*other, 1, 1500).empty());
+  CHECK(other->tasks()->kept_alone_stop(1));
+}
+
+TEST(rows_are_complete_up_to_the_first_one_that_is_under_way) {
+  auto store = made();
+  Tasks& tasks = *store->tasks();
+  CHECK_EQ(tasks.complete(9).rows, 0u);
+  insert(*store, 4);
+  std::vector<ClaimedRow> answers = tasks.claim(kAnswer, {.most = 4});
+  const auto finish = [&](size_t i) {
+    put(*store, kAnswer, answers[i], kLengths, 1);
+    for (const uint32_t task : {kReward, kRef}) put(*store, task, tasks.claim(task, {})[0], kLengths, 1);
+  };
+  const auto sequence = [&](size_t i) { return store->status()[answers[i].row].sequence.load(); };
+  finish(1);
+  CHECK(tasks.complete(9).rows == 0 && tasks.complete(9).before == sequence(0));
+  finish(0);
+  CHECK(tasks.complete(9).rows == 2 && tasks.complete(9).before == sequence(2));
+  CHECK_EQ(tasks.complete(1).rows, 1u);
+  tasks.drop(kAnswer, {&answers[2], 1});
+  CHECK(tasks.complete(9).rows == 2 && tasks.complete(9).before == sequence(3));
+  finish(3);
+  CHECK(tasks.complete(9).rows == 3 && tasks.complete(9).before == store->next_sequence());
+}
+
 TEST(axes_that_disagree_are_refused) {
   auto store = made();
   insert(*store, 1);

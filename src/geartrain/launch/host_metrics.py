@@ -44,6 +44,7 @@ def _metrics() -> Iterator[Metric]:
         under_way="Rows that tasks are still to be done for",
         in_flight="Rows whose batch the training loop has not finished",
         clock="Version of the policy that is trained",
+        kept="Rows of batches that are not told to be saved",
         span_bytes="Bytes for values of different lengths",
         free_span_bytes="What is free of them",
     )
@@ -211,7 +212,7 @@ def _of_store(label: tuple[str, ...], store: Mapping[str, Any]) -> Iterator[Valu
     for reason in ("evicted", "expired", "exhausted", "deleted"):
         yield "store_removed", (*label, reason), counters[reason]
     if store["tasks"]:
-        for name in ("under_way", "span_bytes", "free_span_bytes"):
+        for name in ("under_way", "kept", "span_bytes", "free_span_bytes"):
             yield f"store_{name}", label, counters[name]
         for name in ("in_flight", "clock"):
             yield f"store_{name}", label, counters[name]

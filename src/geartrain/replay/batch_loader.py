@@ -55,6 +55,17 @@ class _Flag:
         return self._set
 
 
+class _Awaited:
+    """The step whose batch the consumer waits for now; -1 if it does not wait."""
+
+    def __init__(self) -> None:
+        self.step = -1
+
+    def is_of(self, step: int) -> bool:
+        """Whether it is this step's."""
+        return self.step == step
+
+
 class BatchLoader:
     """Builds the batch of each step, up to `prefetch` of them ahead.
 
@@ -83,6 +94,9 @@ class BatchLoader:
         self._asked = -1  # the last step that the thread has leave to build
         self._ahead: Prefetcher[BuiltBatch] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._awaited = _Awaited()
+        for sampler in builder.samplers:
+            sampler.is_awaited = self._awaited.is_of  # knows no loader, as above all the thread should not
         self._make_locks()
 
     def _make_locks(self) -> None:
@@ -119,7 +133,11 @@ class BatchLoader:
         """
         self.finish_batch()
         placement = self._placement
-        built = self._build_here() if self._builds_here() else self._next_ahead()
+        self._awaited.step = self.step
+        try:
+            built = self._build_here() if self._builds_here() else self._next_ahead()
+        finally:
+            self._awaited.step = -1
         if placement is not None:
             placement.note(built.make_s, pause_s)
         if built.deliver is not nothing:

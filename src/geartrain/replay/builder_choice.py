@@ -17,6 +17,7 @@ from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.distributed.torch_rank_group import as_rank_group
 from geartrain.replay.epochs import check_epochs
 from geartrain.replay.groups import check_grouping, device_for
+from geartrain.replay.kept_rows import check_keep
 from geartrain.replay.local_rows import LocalRows
 from geartrain.replay.packed_batch import check_in_flight, check_packed
 from geartrain.replay.sampler import StoreSampler
@@ -43,6 +44,7 @@ def open_builder(
     """
     if config.transform is not None and config.device is not None:
         raise ArgumentError("transforms are of batches in host memory: leave out device")
+    check_keep(config.keep, stores, selection, config.batch_size)
     packed = check_packed(stores, selection, config, mesh is not None)
     of_job = group is not None or mesh is not None or config.update_lag is not None
     check_epochs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from geartrain.core.arguments import check_choice, check_whole
 from geartrain.errors import ArgumentError, ReadOnlyStoreError
@@ -64,6 +64,7 @@ class ReplayOptions(TypedDict, total=False):
     seed: int
     view: Transitions | None
     transform: Callable[[Batch], Any] | None
+    keep: Literal["saved"] | None
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class ReplayConfig:
     view: Transitions | None = None
     transform: Callable[[Batch], Any] | None = None
     update_lag: int | None = None
+    keep: Literal["saved"] | None = None
 
     def __post_init__(self) -> None:
         for what, value, least, most in (
@@ -137,6 +139,8 @@ class ReplayConfig:
                 "balance= chooses the replica of each row by its cost: leave out assignment='ordered', which gives "
                 "replica i the i-th slice"
             )
+        if self.keep is not None:
+            check_choice("keep", self.keep, ("saved",))
         if self.device is not None and self.output != "torch":
             raise ArgumentError(
                 f"batches on a device are torch tensors, found output={self.output!r}; they support DLPack"
@@ -237,6 +241,7 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
                 transitions=transitions,
                 mixed=mixed,
                 min_steps=config.min_steps or 0,
+                keeps=config.keep is not None,
             )
         )
     return samplers

@@ -23,10 +23,11 @@ from geartrain.replay.builder import (
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.later_updates import LaterUpdates
 from geartrain.replay.native_batch import BatchPlan, GlobalNativeBatch, NativeBatch, native_batch
-from geartrain.replay.packed_batch import sampled_packed
+from geartrain.replay.packed_batch import repeated_packed, sampled_packed
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together
 from geartrain.selection.mixture import Selection, quotas_of
+from geartrain.store.packed import PackedReader
 from geartrain.store.priorities import check_keys_of
 
 #: Figures of a job's ranks that one rank has nothing to tell of.
@@ -98,13 +99,7 @@ class LocalRows:
             self._apply(step, updates)  # in a frame of its own: keys hold the memory of their batch
         reader = self.samplers[0].packed
         if reader is not None:
-            rows, found, last = self.samplers[0].sample_packed(self.rows, step, state[0], admission)
-            self._read += len(rows)
-            output = self.samplers[0].plan.output
-            self._packed_bytes += found.nbytes
-            of_job = self.update_lag is not None
-            batch = sampled_packed(reader, output, found, rows, self.store_ids[0], step, of_job=of_job)
-            return BuiltBatch(batch, [last], admission=admission)
+            return self._packed(reader, step, state, admission)
         if self.mixed:
             rows = self.samplers[0].empty_batch(self.rows, shards=True)
             after = self.sample_into(rows, step, state, admission)
@@ -115,6 +110,23 @@ class LocalRows:
             self._transitions.settle(rows)  # which asks functions of the user's
         self._read += len(rows)
         return BuiltBatch(native_batch(rows, self._shown, step, self.store_ids, self._kind), after, admission=admission)
+
+    def _packed(self, reader: PackedReader, step: int, state: State, admission: Admission) -> BuiltBatch:
+        sampler, store_id = self.samplers[0], self.store_ids[0]
+        output = sampler.plan.output
+        repeated = sampler.repeat_packed(self.rows, step)
+        if repeated is not None:
+            keys, values = repeated
+            self._packed_bytes += values.nbytes
+            batch = repeated_packed(reader, output, values, keys, step, sampler.traits.form)
+            self._read += len(batch)
+            return BuiltBatch(batch, state, admission=admission)
+        rows, found, last = sampler.sample_packed(self.rows, step, state[0], admission)
+        self._read += len(rows)
+        self._packed_bytes += found.nbytes
+        of_job = self.update_lag is not None
+        batch = sampled_packed(reader, output, found, rows, store_id, step, of_job=of_job)
+        return BuiltBatch(batch, [last], admission=admission)
 
     def quotas(self, step: int) -> list[int]:
         """Rows from each store in the batch of a step."""

@@ -23,7 +23,7 @@ from geartrain.replay.mini_batches import MiniBatch, mini_batches
 from geartrain.replay.native_batch import keys_of
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Selection, strategies_of
-from geartrain.selection.strategy import traits_of
+from geartrain.selection.strategy import ORDERS, traits_of
 from geartrain.store.packed import AxisBounds, PackedFields, PackedReader, PackedValues
 from geartrain.store.store import Store
 
@@ -257,6 +257,17 @@ def sampled_packed(
     )
 
 
+def repeated_packed(
+    reader: PackedReader, output: str, found: _native.PackedArrays, keys: Keys, step: int, form: str
+) -> PackedBatch:
+    """The batch of a replay's step that is drawn again.
+
+    The probability is 1 in an order. Otherwise it is not known any more, and NaN.
+    """
+    probability = np.full(len(keys), 1.0 if form in ORDERS else np.nan)
+    return packed_batch(reader, output, found, keys, found.versions(), probability=probability, step=step)
+
+
 def fetch_packed(
     store: Store,
     plan: RowPlan,
@@ -346,5 +357,6 @@ __all__ = [
     "check_packed",
     "fetch_packed",
     "packed_batch",
+    "repeated_packed",
     "sampled_packed",
 ]

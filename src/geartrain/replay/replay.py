@@ -18,17 +18,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, overload
 
 from numpy.typing import ArrayLike
 
 import geartrain.core.trace as trace
 from geartrain._native import forks
-from geartrain.core.arguments import refuse_copies
+from geartrain.core.arguments import check_whole, refuse_copies
 from geartrain.core.keys import Keys
 from geartrain.core.process_report import register
 from geartrain.core.threads import held, owns
-from geartrain.errors import CallCancelledError, ReadOnlyStoreError, ReplayError, StoreClosedError
+from geartrain.errors import ArgumentError, CallCancelledError, ReadOnlyStoreError, ReplayError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.batch_loader import LEAVE_S, BatchLoader, close_here
 from geartrain.replay.builder import given_priorities
@@ -125,6 +125,9 @@ class Replay:
         seed: seed for strategies without one. In a mixture each strategy gets a seed derived from it.
         view: `geartrain.Transitions`, for batches of transitions instead of windows. In host memory only. Over several
             ranks each rank builds the transitions of its own rows and sends only these.
+        keep: "saved" keeps the rows of each batch in a store with tasks until `saved` is called, so that a run that is
+            killed draws the same batches again (docs/tasks.md). Each row must be drawn once (`max_times_sampled=1`, the
+            default with tasks), and only this replay draws from the store. By default the draw frees a row.
         transform: called with each batch where it is built, usually on the prefetch thread. `sample` returns what it
             returns, and raises what it raises; the next `sample` then draws the same batch again. Over several ranks
             each rank transforms its own part of the batch, and an error ends the group. In host memory only.
@@ -193,6 +196,7 @@ class Replay:
         seed: int = 0,
         view: Transitions | None = None,
         transform: Callable[[Batch], Any] | None = None,
+        keep: Literal["saved"] | None = None,
     ) -> None:
         self.stores = stores = stores_of(store)
         self._read_only = next((each.name for each in stores if each.read_only), None)
@@ -221,6 +225,7 @@ class Replay:
             view=view,
             transform=transform,
             update_lag=update_lag,
+            keep=keep,
         )
         self._builder, release = open_builder(stores, self.selection, config, group, mesh)
         self._loader = BatchLoader(self._builder, config, self.stores)
@@ -399,8 +404,8 @@ class Replay:
     def settle(self) -> None:
         """Applies pending priority updates and drops prefetched batches. Call it before a checkpoint, on every rank.
 
-        The dropped batches are drawn again from the present contents. So this run continues exactly like one that is
-        resumed from the checkpoint.
+        The dropped batches are drawn again: from the present contents, or with `keep="saved"` with the same rows. So
+        this run continues exactly like one that is resumed from the checkpoint.
 
         Raises:
             PeerLostError: a rank is lost.
@@ -409,6 +414,41 @@ class Replay:
             self._check_open()
             self._loader.restart()
             self._builder.settle(self.step, self._loader.take_updates())
+
+    def saved(self, step: int) -> None:
+        """Frees the rows of all batches up to a step. Call it once a checkpoint that includes the step is complete.
+
+        Any thread may call it, also while a batch is waited for.
+
+        Args:
+            step: number of a delivered batch (`batch.step`).
+
+        Raises:
+            ArgumentError: the batch of this step was not delivered yet, or the replay keeps no rows (`keep="saved"`).
+
+        Examples:
+            >>> import geartrain as gt
+            >>> tasks = {"train": gt.Task()}
+            >>> store = gt.Store.create({"x": gt.Field((), "int64")}, tasks=tasks, capacity=4, span_bytes=4096)
+            >>> _ = store.insert({"x": [1, 2, 3, 4]})
+            >>> with gt.Replay(store, gt.selection.Fifo(), 2, keep="saved") as replay:
+            ...     batch = replay.sample()
+            ...     kept = store.stats()["kept"]
+            ...     replay.saved(batch.step)  # after the checkpoint
+            ...     kept, store.stats()["kept"]
+            (4, 2)
+            >>> store.close()
+        """
+        self._check_open()
+        check_whole("step", step)
+        kept = self._builder.samplers[0].kept
+        if kept is None:
+            raise ArgumentError("this replay keeps no rows: make it with keep='saved'")
+        if not 0 <= step < self.step:
+            raise ArgumentError(
+                f"saved is told the number of a batch that was delivered (batch.step), below {self.step}; found {step}"
+            )
+        kept.free(int(step))
 
     @property
     def field_names(self) -> list[str]:

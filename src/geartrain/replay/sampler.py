@@ -8,6 +8,7 @@ places the windows. Everything else is the same for every strategy.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from geartrain.errors import (
 )
 from geartrain.replay.admission import Admission
 from geartrain.replay.fetch_plan import FetchPlan
+from geartrain.replay.kept_rows import KeptRows
 from geartrain.replay.passes import MixedPassRows, Passes, PassRows
 from geartrain.replay.store_waits import StoreWaits
 from geartrain.replay.supplied_rows import Select, StrategyRows, SuppliedRows
@@ -53,6 +55,7 @@ from geartrain.store.packed import PackedReader
 MAX_ATTEMPTS = 64
 # A schedule of the alpha is followed in steps of this share of its value.
 ALPHA_STEP = 0.01
+_STRICT_ATTEMPTS = 3
 _MOST = 2**31 - 1
 
 
@@ -86,6 +89,7 @@ class StoreSampler(StoreWaits):
         min_rows, timeout_s, stopping, min_steps: as in `StoreWaits`.
         transitions: transitions to gather instead of windows.
         mixed: whether this sampler fills part of a mixture's batches.
+        keeps: whether drawn rows stay until they are told to be saved.
 
     Attributes:
         redrawn: rows that were lost between their draw and their copy.
@@ -112,8 +116,10 @@ class StoreSampler(StoreWaits):
         transitions: TransitionPlan | None = None,
         mixed: bool = False,
         min_steps: int = 0,
+        keeps: bool = False,
     ) -> None:
-        super().__init__(plan.store, min_rows, timeout_s, stopping, min_steps)
+        kept = KeptRows(plan.store) if keeps else None
+        super().__init__(plan.store, min_rows, timeout_s, stopping, min_steps, kept)
         self.plan = plan
         tasks = plan.store.plan
         self.packed = (
@@ -122,6 +128,7 @@ class StoreSampler(StoreWaits):
         self.transitions = transitions
         self.strategy = strategy
         self.traits = traits_of(strategy)
+        self.strict = self.traits.strict
         self.redrawn = 0
         self._used_up = 0  # last samples that were counted and not noted
         self.priority_copy: PriorityCopy | None = None
@@ -266,16 +273,43 @@ class StoreSampler(StoreWaits):
     ) -> tuple[_native.SampledBatch, _native.PackedArrays, dict[str, int]]:
         """The rows of a step of a store with axes or tasks: metadata, values, and the strategy's state after it."""
         assert self.packed is not None
-        transfer = self.packed.native.transfer()
-        begun = self.begin(n, step, state, admission, None, 0, transfer, 0)
-        try:
-            rows, after = begun.finish()
-            values = transfer.taken()
-        except BaseException:
-            begun.abandon()
-            raise
-        admission.used_up[self] = begun.begun.used_up
-        return rows, values, after
+        self.step = step
+        for attempt in itertools.count():
+            transfer = self.packed.native.transfer()
+            begun = None
+            try:
+                begun = self.begin(n, step, state, admission, None, 0, transfer, 0)
+                rows, after = begun.finish()
+                values = transfer.taken()
+            except BaseException as error:
+                if begun is not None:
+                    begun.abandon()
+                if self.kept is not None:
+                    self.kept.give_up(step)
+                # A row was deleted at this moment, and an older one than the next is under way: it is waited for.
+                if not (self.strict and isinstance(error, NotEnoughRowsError) and attempt < _STRICT_ATTEMPTS):
+                    raise
+                admission.keep(self, 0)
+            else:
+                admission.used_up[self] = begun.begun.used_up
+                if self.kept is not None:  # they are drawn for good, even if nobody gets this batch
+                    admission.pop(self, None)
+                return rows, values, after
+        raise AssertionError
+
+    def repeat_packed(self, n: int, step: int) -> tuple[Keys, _native.PackedArrays] | None:
+        """The rows that the batch of a step has drawn before, with their values; None if it is to be drawn."""
+        if self.kept is None:
+            return None
+        assert self.packed is not None
+        found, given_up = self.kept.of_step(step, n)
+        if found is not None:
+            values = self.packed.read(found)
+            if not values.torn().any():
+                return found, values
+            given_up = self.kept.give_up(step)  # some were deleted meanwhile
+        self.give_back(given_up)
+        return None
 
     def settle_rows(
         self,
@@ -476,6 +510,8 @@ class StoreSampler(StoreWaits):
             None if self.transitions is None else self.transitions.native,
             None if self.transitions is not None else plan.native_windows,
             self.atom,
+            self.kept is not None,
+            self.strict,
         )
 
     def empty_batch(self, n: int, shards: bool = False) -> _native.SampledBatch:

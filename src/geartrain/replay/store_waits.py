@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from geartrain.errors import CallCancelledError, NotEnoughRowsError, StoreClosedError, WaitTimeoutError
 from geartrain.replay.admission import Admission
+from geartrain.replay.kept_rows import KeptRows
 from geartrain.store.store import Store
 
 # How often a wait for rows looks at the store.
@@ -33,12 +34,17 @@ class StoreWaits:
         timeout_s: longest wait for rows and the store's rate limiter together.
         stopping: called during the wait. When it returns True, the wait ends with `CallCancelledError`; over ranks, on
             all of them.
+        kept: rows that batches keep; None if they keep none.
 
     Attributes:
         stage: current activity of the drawing thread, for error messages.
         until_s: latest end of a wait (`time.monotonic`). A batch from several stores has one for all of them.
         counts_attached: whether a process that has the store open counts as a possible writer. Over ranks it may be
             another rank.
+        step: the batch that is drawn.
+        is_awaited: called with a step; whether the consumer waits for its batch now. If not, it may free kept rows
+            before it does.
+        strict: whether a row waits for all rows that were inserted earlier.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class StoreWaits:
         timeout_s: float,
         stopping: Callable[[], bool] | None,
         min_steps: int = 0,
+        kept: KeptRows | None = None,
     ) -> None:
         self.min_rows = min_rows
         self.min_steps = min_steps
@@ -55,6 +62,10 @@ class StoreWaits:
         self.until_s = math.inf
         self.stopping = stopping
         self.counts_attached = True
+        self.step = 0
+        self.is_awaited: Callable[[int], bool] = lambda step: True
+        self.strict = False
+        self.kept = kept
         self.stage = "idle"
         self._store = store
         self.expires = store.options["max_age_s"] is not None and not store.read_only
@@ -129,16 +140,26 @@ class StoreWaits:
 
         Raises:
             WaitTimeoutError: too few by `until_s`, which follows from `timeout_s`.
+            NotEnoughRowsError: the consumer waits, and no row can come before it frees kept ones.
             CallCancelledError: `stopping` said so.
         """
         self.expire()
         store = self._store
-        if self.has_enough() or not self.rows_may_come():
+        if self.has_enough() or not (self.rows_may_come() or self._kept_alone_stop()):
             return
         self.stage, before = "waiting for rows", len(store)
-        while not self.has_enough() and self.rows_may_come() and not self.is_over():
+        while not self.has_enough() and not self.is_over():
             if self.is_stopped():
                 raise CallCancelledError(f"the replay was stopped while it waited for {self.wanted}")
+            if self._kept_alone_stop():
+                if self.is_awaited(self.step):
+                    raise NotEnoughRowsError(
+                        f"a batch needs {self.wanted}, the store {store.name!r} has {len(store)}, and no other can "
+                        f"come: {self.kept.describe()}"  # type: ignore[union-attr]
+                    )
+                until_s = max(until_s, time.monotonic() + self.timeout_s)
+            elif not self.rows_may_come():
+                return
             if time.monotonic() >= min(until_s, self.until_s):
                 raise WaitTimeoutError(
                     f"too few rows within {self.timeout_s:g} s; meanwhile the store went from {before} to "
@@ -146,6 +167,9 @@ class StoreWaits:
                 ) from store.writers.failure
             time.sleep(LOOK_EVERY_S)
             self.expire()
+
+    def _kept_alone_stop(self) -> bool:
+        return self.kept is not None and self.kept.alone_stop(self.min_rows)
 
     def is_over(self) -> bool:
         """Whether `min_rows` rows can never be there any more, as the store's `finish` was called."""
@@ -196,9 +220,13 @@ class StoreWaits:
 
     def has_enough(self) -> bool:
         """Whether the store has `min_rows` and `min_steps` now."""
-        if len(self._store) < self.min_rows:
+        if self.ready_rows() < self.min_rows:
             return False
         return self.min_steps == 0 or self._store.native.step_count_up_to(self.min_steps) >= self.min_steps
+
+    def ready_rows(self) -> int:
+        """Rows that can be drawn now; in a strict order as many as a draw needs at most."""
+        return self._store.native.complete(self.min_rows)[0] if self.strict else len(self._store)
 
     @property
     def wanted(self) -> str:
@@ -211,9 +239,16 @@ class StoreWaits:
         steps = f" and {store.num_steps} steps of {self.min_steps}" if self.min_steps else ""
         return (
             f"the store {store.name!r} has {len(store)} selectable rows of {self.min_rows} wanted{steps}"
-            f"{self.describe_groups()}; its rate limiter has {store.limiter.state()}; the replay is {self.stage}"
-            f"{store.writers.trouble}{self.lag}"
+            f"{self.describe_groups()}{self._describe_order()}{self._describe_kept()}; its rate limiter has "
+            f"{store.limiter.state()}; the replay is {self.stage}{store.writers.trouble}{self.lag}"
         )
+
+    def _describe_order(self) -> str:
+        return f", {self.ready_rows()} of them before the first that is under way" if self.strict else ""
+
+    def _describe_kept(self) -> str:
+        text = "" if self.kept is None else self.kept.describe()
+        return f"; {text}" if text else ""
 
     def expire(self) -> None:
         """Removes rows that are too old, before they are counted."""
@@ -232,7 +267,8 @@ class StoreWaits:
             why = writers.trouble or ("" if self.rows_may_come() else _ALONE)
             raise NotEnoughRowsError(
                 f"a batch needs {self.wanted}, the store {self._store.name!r} has {len(self._store)}"
-                f"{f' and {self._store.num_steps}' if self.min_steps else ''}{self.describe_groups()}{why}"
+                f"{f' and {self._store.num_steps}' if self.min_steps else ''}{self.describe_groups()}"
+                f"{self._describe_order()}{why}"
             ) from writers.failure
 
 

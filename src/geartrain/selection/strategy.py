@@ -110,6 +110,7 @@ class Traits:
         replacement: random rows: whether a row may be in a batch twice.
         stratified: random rows with replacement: one draw from each n-th of the total.
         cursor: "oldest": each row once. The state is the last row's sequence number.
+        strict: "oldest", in a store with tasks: no row is drawn before one that was inserted earlier.
         stateless: custom forms: a draw depends only on candidates, seed and step, so the next batch may begin before
             this one is finished. Other forms are stateless unless they have a cursor.
         importance: whether batches have importance weights.
@@ -124,13 +125,24 @@ class Traits:
     replacement: bool = True
     stratified: bool = False
     cursor: bool = False
+    strict: bool = False
     stateless: bool = False
     importance: bool = False
     alpha: Schedule = 1.0
     limits: Limits | None = None
 
     def __post_init__(self) -> None:
-        for flag in ("by_priority", "over_steps", "replacement", "stratified", "cursor", "stateless", "importance"):
+        flags = (
+            "by_priority",
+            "over_steps",
+            "replacement",
+            "stratified",
+            "cursor",
+            "strict",
+            "stateless",
+            "importance",
+        )
+        for flag in flags:
             check_flag(flag, getattr(self, flag))
         check_whole("atom", self.atom, -(2**31), 2**31 - 1)
         if self.atom < 1:
@@ -147,6 +159,8 @@ class Traits:
             raise ArgumentError("draws over steps are plain uniform ones: with replacement, without strata and limits")
         if self.cursor and self.form != "oldest":
             raise ArgumentError(f"a cursor goes from the oldest row on, found form={self.form!r}")
+        if self.strict and (self.form != "oldest" or self.limits is not None):
+            raise ArgumentError("a strict order is that of the oldest rows, and passes over none: it takes no limits")
 
     @property
     def order(self) -> int | None:

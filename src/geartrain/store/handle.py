@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 #: Named states of a row, as `Store.status` reports them.
-ROW_STATES = ("free", "writing", "committed", "exhausted", "open", "under_way")
+ROW_STATES = ("free", "writing", "committed", "exhausted", "open", "under_way", "kept")
 OPEN, UNDER_WAY = ROW_STATES.index("open"), ROW_STATES.index("under_way")
 _SELECTABLE = (ROW_STATES.index("committed"), OPEN)
 
@@ -206,10 +206,10 @@ class StoreHandle:
         abandoned, reclaimed, sampled, torn, stale_keys, priorities_updated, priorities_saturated,
         priorities_rounded_up, repairs.
 
-        With tasks also rows that are under_way and in_flight (`RateLimiter.set`), those that were dropped, given_up
-        (dropped after three deaths) and stale (removed for their age), and the clock. With axes or tasks also how often
-        a row was set_back to its insert and a claim revoked to make room, and span_bytes with those that are free,
-        free_span_bytes. `task_stats` has the figures of each task.
+        With tasks also rows that are under_way and in_flight (`RateLimiter.set`), those that batches have kept
+        (`Replay.saved`), those that were dropped, given_up (dropped after three deaths) and stale (removed for their
+        age), and the clock. With axes or tasks also how often a row was set_back to its insert and a claim revoked to
+        make room, and span_bytes with those that are free, free_span_bytes. `task_stats` has the figures of each task.
         """
         counts = dict(self.native.counters())
         if self.plan is not None:

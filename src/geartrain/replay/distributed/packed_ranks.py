@@ -18,6 +18,7 @@ first to draw a row, the leader draws another one of its shard in step 3a.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -139,9 +140,10 @@ class RowLengths:
                 assert parts is not None  # of an axis that is divided
                 pieces.append(flat_bytes(np.diff(parts)))
         for place, name in enumerate(self.flags):
-            bounds = found.axis(self._plan.axis(self._plan.fields[name].axis))[1]
-            sums = np.concatenate([[0], np.cumsum(found.field(place), dtype=np.int64)])
-            pieces.append(flat_bytes(np.diff(sums[bounds]).astype(np.int32)))
+            bounds = found.axis(self._plan.axis(self._plan.fields[name].axis))[1].tolist()
+            values = found.field(place)
+            sums = [np.count_nonzero(values[first:last]) for first, last in itertools.pairwise(bounds)]
+            pieces.append(flat_bytes(np.array(sums, np.int32)))
         return pieces
 
     def unpack(self, message: _Message, n: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -1,0 +1,128 @@
+"""Rows that a replay's batches keep in the store until they are told to be saved: `Replay(keep="saved")`.
+
+A drawn row is not freed. It is marked with the step of its batch and its place there. The mark is in the segment, so it
+survives every process. A replay that comes to a step whose rows are marked draws these rows again, in their places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from geartrain.core.keys import Keys
+from geartrain.errors import ArgumentError, StoreClosedError
+from geartrain.selection.groups import GroupSampling
+from geartrain.selection.mixture import Selection, strategies_of
+from geartrain.selection.strategy import traits_of
+from geartrain.store.store import Store
+
+#: Rows of a batch, as a mark has room for their places (native/segment/segment.h, TakenWord).
+MAX_PLACES = 2**22
+
+
+class KeptRows:
+    """The marked rows of one store.
+
+    Args:
+        store: a store with tasks.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._warned = False
+
+    def of_step(self, step: int, n: int) -> tuple[Keys | None, int]:
+        """Keys (n,) of the rows that the batch of a step has drawn, in their places; None if it is to be drawn.
+
+        A batch without all of its rows is given up: a process died while it was drawn, or a row was deleted. Its rows
+        can be drawn again. The second value is the number of these rows.
+        """
+        rows, generations, places = self._store.native.taken(step)
+        if len(rows) == n and np.array_equal(places, np.arange(n)):
+            return Keys.of_rows(rows, generations, self._store.id), 0
+        if len(rows) == 0:
+            self._warn(step)
+        return None, self.give_up(step) if len(rows) else 0
+
+    def give_up(self, step: int) -> int:
+        """Has the rows of a step drawn anew. Returns how many they were."""
+        with contextlib.suppress(StoreClosedError):
+            return self._store.native.untake(step)
+        return 0
+
+    def free(self, step: int) -> None:
+        """Frees the rows of all steps up to this one."""
+        self._store.native.free_taken(step)
+
+    def alone_stop(self, rows: int) -> bool:
+        """Whether so many rows can be drawn only after kept ones are freed."""
+        return self._store.native.kept_alone_stop(rows)
+
+    def describe(self) -> str:
+        """Which steps keep how many rows, and what frees them, for error messages; nothing if none are kept."""
+        steps = self._store.native.taken_steps()
+        if not steps:
+            return ""
+        before = self._store.native.saved_before()
+        told = f"saved was last told step {before - 1}" if before else "saved was not called yet"
+        rows = sum(count for _, count in steps)
+        which = f"{len(steps)} step{'s hold' if len(steps) > 1 else ' holds'}"
+        return (
+            f"{told}; {which} {rows:,} of {self._store.capacity:,} rows: call replay.saved(step) after each checkpoint"
+        )
+
+    def _warn(self, step: int) -> None:
+        saved = self._store.native.saved_before() - 1
+        if step > saved or self._warned:
+            return
+        self._warned = True
+        logging.getLogger(__name__).warning(
+            "the replay of %r draws step %d anew: step %d was told to be saved, so that the rows of the steps before "
+            "it are gone. Load the state of the last checkpoint",
+            self._store.name,
+            step,
+            saved,
+        )
+
+
+def check_keep(keep: str | None, stores: Sequence[Store], selection: Selection, batch_size: int) -> None:
+    """Raises `ArgumentError` where batches of these stores cannot keep their rows, or be drawn in a strict order."""
+    for store, strategy in zip(stores, strategies_of(selection), strict=True):
+        has_tasks = store.plan is not None and bool(store.plan.tasks)
+        if traits_of(strategy).strict and not has_tasks:
+            raise ArgumentError(
+                f"the store {store.name!r} has no tasks, so that no row is waited for: leave out strict=True"
+            )
+        if keep is None:
+            continue
+        if not has_tasks:
+            raise ArgumentError(f"keep='saved' is for stores with tasks, and {store.name!r} has none")
+        samples = store.options["max_times_sampled"]
+        if samples != 1:
+            raise ArgumentError(
+                f"keep='saved' needs rows that are drawn once, and {store.name!r} has max_times_sampled={samples}: "
+                "create it with max_times_sampled=1, the default with tasks"
+            )
+        if batch_size > MAX_PLACES:
+            raise ArgumentError(f"with keep='saved' batch_size is at most {MAX_PLACES}, found {batch_size}")
+        _check_repeatable(strategy)
+
+
+def _check_repeatable(strategy: object) -> None:
+    """Raises `ArgumentError` for strategies whose batches are more than rows in their places."""
+    traits = traits_of(strategy)  # type: ignore[arg-type]
+    why = None
+    if traits.importance:
+        why = "has importance weights"
+    elif isinstance(strategy, GroupSampling) and strategy.least is not None:
+        why = "draws late groups, which lack rows"
+    elif traits.form == "custom" and not traits.stateless:
+        why = "may have a state; declare Traits(stateless=True) if it has none"
+    if why is not None:
+        raise ArgumentError(f"keep='saved' repeats the rows of a batch and nothing else, and {strategy!r} {why}")
+
+
+__all__ = ["KeptRows", "check_keep"]

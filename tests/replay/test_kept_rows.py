@@ -1,0 +1,371 @@
+"""Replays that keep the rows of their batches until they are saved, and the strict order of inserts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpo
+import numpy as np
+import pytest
+from deadlines import patience
+from segments import kill, wait_for
+
+import geartrain as gt
+from geartrain.errors import ArgumentError, NotEnoughRowsError, WaitTimeoutError
+from geartrain.selection import Fifo, GroupSampling, Prioritized, Uniform
+
+TASKS = ("answer", "reward", "ref", "advantage")
+
+
+@pytest.fixture
+def store(store_name: Callable[[], str]) -> Iterator[gt.Store]:
+    with grpo.new_store(store_name()) as made:
+        yield made
+        assert made.closed or made.audit() == []
+
+
+def finish(store: gt.Store, numbers: range) -> gt.Keys:
+    keys = grpo.insert(store, numbers)
+    work(store)
+    return keys
+
+
+def work(store: gt.Store, n: int = 64) -> None:
+    for task in TASKS:
+        while claim := store.claim(task, n):
+            grpo.work(store, task, claim)
+
+
+def kept(store: gt.Store, **options: Any) -> gt.Replay:
+    given = {"prefetch": 0, "timeout_s": patience(20), "keep": "saved", **options}
+    return gt.Replay(store, given.pop("selection", Uniform(seed=3, replacement=False)), given.pop("n", 4), **given)
+
+
+def print_of(batch: Any) -> str:
+    """Numbers of the rows in their order, and a digest of all values."""
+    numbers = grpo.check(batch)
+    digest = hashlib.sha256()
+    for name in batch:
+        digest.update(np.asarray(batch[name]).tobytes())
+    return json.dumps([numbers, digest.hexdigest()])
+
+
+# --- crashes -------------------------------------------------------------------------------------------------------
+
+
+def learn(name: str, record: Path, state: Path, selection: Any) -> None:
+    """Trains to the end: a line for each batch, and a checkpoint every fifth step."""
+    with grpo.new_store(name) as store, store.expect_writers():
+        replay = kept(store, selection=selection, prefetch=2)
+        if state.exists():
+            replay.load_state_dict(json.loads(state.read_text()))
+        for batch in replay:
+            with record.open("a") as file:
+                file.write(f"{batch.step} {print_of(batch)}\n")
+            if batch.step % 5 == 4:
+                state.with_suffix(".new").write_text(json.dumps(replay.state_dict()))
+                os.replace(state.with_suffix(".new"), state)
+                replay.saved(batch.step)
+        assert store.audit() == []
+
+
+def do_tasks(name: str) -> None:
+    with grpo.new_store(name) as store:
+        for row in range(10_000):  # slowly, so that the learner has few rows ahead
+            work(store, 1 + row % 3)
+            if not store.stats()["under_way"]:
+                break
+            time.sleep(0.002)
+        time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    "selection", [Uniform(seed=1, replacement=False), Fifo(strict=True)], ids=["uniform", "strict"]
+)
+def test_a_killed_job_draws_the_same_batches_again(
+    store_name: Callable[[], str], fork: Callable[[Callable[[], object]], int], tmp_path: Path, selection: Any
+) -> None:
+    """All processes are killed after a random number of batches, again and again; some before they saved any."""
+    name = store_name()
+    rows, record, state = 120, tmp_path / "record", tmp_path / "state.json"
+
+    def load() -> None:
+        store = grpo.new_store(name, capacity=rows)
+        grpo.insert(store, range(rows))
+        store.finish()
+        os.kill(os.getpid(), 9)
+
+    assert wait_for(fork(load)) == -9
+    lines = lambda: record.read_text().splitlines() if record.exists() else []  # noqa: E731
+    dice, code, resumed = random.Random(7), None, []
+    for round_ in range(8):
+        before, least = len(lines()), dice.randint(1, 9)
+        worker, learner = fork(lambda: do_tasks(name)), fork(lambda: learn(name, record, state, selection))
+        until_s = time.monotonic() + patience(60)
+        while code is None and (round_ == 7 or len(lines()) < before + least):
+            done, status = os.waitpid(learner, os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if done else None
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
+        if code is None:
+            os.kill(learner, signal.SIGKILL)
+            ended = wait_for(learner)
+            code = None if ended == -signal.SIGKILL else ended  # it may have come to its end meanwhile
+        kill(worker)
+        if len(lines()) > before:
+            resumed.append(int(lines()[before].split()[0]))
+        if code is not None:
+            break
+    assert code == 0 and len(resumed) > 2
+    by_step: dict[int, set[str]] = {}
+    for line in lines():
+        step, text = line.split(" ", 1)
+        by_step.setdefault(int(step), set()).add(text)
+    assert sorted(by_step) == list(range(rows // 4))
+    assert all(len(texts) == 1 for texts in by_step.values())  # to the bit
+    trained = [number for texts in by_step.values() for text in texts for number in json.loads(text)[0]]
+    assert sorted(trained) == list(range(rows))
+    assert resumed[0] == 0 and resumed[1:] == sorted(resumed[1:]) and all(step % 5 == 0 for step in resumed)
+    if isinstance(selection, Fifo):
+        assert [n for step in sorted(by_step) for text in by_step[step] for n in json.loads(text)[0]] == sorted(trained)
+
+
+# --- one process ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["settle", "iterate again", "load", "another replay"])
+def test_dropped_batches_are_drawn_again_with_their_rows(store: gt.Store, how: str) -> None:
+    finish(store, range(24))
+    with kept(store, prefetch=2) as replay, kept(store) as other:
+        first = [print_of(replay.sample()) for _ in range(2)]
+        state = replay.state_dict()
+        expected = [print_of(other.sample()) for _ in range(4)]  # from step 0 on: these were drawn already
+        assert expected[:2] == first and store.stats()["kept"] == 16
+        if how == "settle":
+            replay.settle()
+        elif how == "load":
+            replay.load_state_dict({**state, "step": 1})
+            assert print_of(replay.sample()) == first[1]
+        using = other if how == "another replay" else replay
+        if how == "another replay":
+            other.load_state_dict(state)
+        batches = iter(using) if how == "iterate again" else iter(using.sample, None)
+        assert [print_of(next(batches)) for _ in range(2)] == expected[2:]
+        assert store.stats()["sampled"] == store.stats()["kept"] >= 16
+
+
+def test_saved_frees_what_was_kept_up_to_a_step(store: gt.Store) -> None:
+    keys = finish(store, range(12))
+    free = store.stats()["free_span_bytes"]
+    with kept(store, selection=Fifo()) as replay:
+        for _ in range(3):
+            replay.sample()
+        assert (store.stats()["kept"], len(store)) == (12, 0)
+        replay.saved(1)
+        assert store.stats()["kept"] == 4 and store.stats()["free_span_bytes"] > free
+        assert gt.fetch(store, keys[8:], fields=["id"])["id"].tolist() == [8, 9, 10, 11]  # kept ones can be read
+        replay.saved(2)
+        replay.saved(2)
+        assert store.stats()["kept"] == 0 and store.stats()["exhausted"] == 12
+        with pytest.raises(ArgumentError, match=r"that was delivered.*below 3; found 3"):
+            replay.saved(3)
+        for wrong in (-1, 1.5, None):
+            with pytest.raises(ArgumentError):
+                replay.saved(wrong)  # type: ignore[arg-type]
+    with gt.Replay(store, Fifo(), 4) as plain, pytest.raises(ArgumentError, match="keep='saved'"):
+        plain.saved(0)
+
+
+def test_a_batch_without_all_of_its_rows_is_drawn_anew(store: gt.Store) -> None:
+    """What a death in the middle of a draw leaves: some places of the step are marked."""
+    keys = finish(store, range(12))
+    store.limiter.set(samples_per_insert=1.0, error_buffer=100)
+    some = keys[[5, 1, 9]]
+    store.native.count_samples(some.row, some.generation, step=0, places=np.array([0, 1, 3], np.uint32))
+    assert (store.stats()["kept"], len(store)) == (3, 9)
+    with kept(store, selection=Fifo()) as replay:
+        assert grpo.check(replay.sample()) == [0, 1, 2, 3]
+        assert (store.stats()["kept"], store.stats()["sampled"]) == (4, 4)
+        replay.load_state_dict({**replay.state_dict(), "step": 0})
+        assert store.delete(keys[2:3]) == 0
+        assert grpo.check(replay.sample()) == [0, 1, 3, 4]
+
+
+def test_a_step_of_another_batch_size_is_drawn_anew(store: gt.Store) -> None:
+    finish(store, range(12))
+    with kept(store, selection=Fifo()) as replay:
+        replay.sample()
+    with kept(store, selection=Fifo(), n=6) as replay:
+        assert grpo.check(replay.sample()) == list(range(6))
+
+
+def test_a_repeated_batch_is_no_further_sample_for_the_limiter(store: gt.Store) -> None:
+    finish(store, range(12))
+    store.limiter.set(samples_per_insert=1.0, error_buffer=100)
+    samples = lambda: store.limiter.state().samples  # noqa: E731
+    fails = [True]
+
+    def transform(batch: gt.Batch) -> gt.Batch:
+        if fails.pop():
+            raise RuntimeError("once")
+        return batch
+
+    with kept(store, selection=Fifo(), transform=transform) as replay:
+        with pytest.raises(RuntimeError, match="once"):
+            replay.sample()
+        fails[:] = [False] * 4
+        before = samples()
+        assert grpo.check(replay.sample()) == [0, 1, 2, 3]
+        assert samples() == before
+        replay.load_state_dict({**replay.state_dict(), "step": 0})
+        replay.sample()
+        assert samples() == before and store.stats()["sampled"] == 4
+
+
+def test_a_repeated_batch_has_the_attributes_of_the_first_one(store: gt.Store) -> None:
+    finish(store, range(4))
+    for selection in (Fifo(), Uniform(seed=0, replacement=False)):
+        with kept(store, selection=selection, output="numpy") as replay:
+            first = replay.sample()
+            replay.load_state_dict({**replay.state_dict(), "step": 0})
+            again = replay.sample()
+            assert again.keys == first.keys and again.step == first.step == 0 and again.importance_weights is None
+            for name in ("start", "length", "version"):
+                assert np.array_equal(getattr(again, name), getattr(first, name))
+                assert getattr(again, name).dtype == getattr(first, name).dtype
+            assert again.probability.tolist() == [1.0] * 4 or np.isnan(again.probability).all()
+            assert isinstance(selection, Fifo) == (again.probability.tolist() == [1.0] * 4)
+            store.native.untake(0)
+
+
+def test_kept_rows_that_alone_stop_a_replay_are_an_error_at_once(store_name: Callable[[], str]) -> None:
+    with grpo.new_store(store_name(), capacity=10) as store, store.expect_writers(), kept(store, prefetch=2) as replay:
+        finish(store, range(10))
+        batches = [replay.sample().step for _ in range(2)]
+        time.sleep(0.05)  # the thread that works ahead must not raise: saved may be called before the next batch
+        replay.saved(0)
+        finish(store, range(10, 12))
+        assert replay.sample().step == 2 and batches == [0, 1]
+        finish(store, range(12, 14))
+        began_s = time.monotonic()
+        with pytest.raises(
+            NotEnoughRowsError, match=r"has 2, and no other can come: saved was last told step 0; 2 steps hold 8 of 10"
+        ):
+            replay.sample()
+        assert time.monotonic() - began_s < patience(20) / 4
+        replay.saved(2)
+        finish(store, range(14, 16))
+        assert replay.sample().step == 3
+
+
+def test_a_wait_says_which_steps_keep_rows(store: gt.Store) -> None:
+    finish(store, range(6))
+    with store.expect_writers(), kept(store, timeout_s=0.05) as replay:
+        replay.sample()
+        with pytest.raises(WaitTimeoutError, match=r"saved was not called yet; 1 step holds 4 of 64 rows"):
+            replay.sample()
+
+
+def test_a_replay_behind_the_saved_step_warns(store: gt.Store, caplog: pytest.LogCaptureFixture) -> None:
+    finish(store, range(12))
+    with kept(store, selection=Fifo()) as replay:
+        replay.sample(), replay.sample()
+        replay.saved(0)
+    with caplog.at_level(logging.WARNING), kept(store, selection=Fifo()) as replay:
+        assert grpo.check(replay.sample()) == [8, 9, 10, 11]
+        assert grpo.check(replay.sample()) == [4, 5, 6, 7]  # of step 1
+    assert [record.message for record in caplog.records if "step 0 was told" in record.message]
+
+
+def test_iteration_ends_behind_the_last_kept_batch(store: gt.Store) -> None:
+    finish(store, range(8))
+    store.finish()
+    with kept(store, selection=Fifo()) as replay:
+        first = [print_of(batch) for batch in replay]
+        replay.load_state_dict({**replay.state_dict(), "step": 0})
+        assert [print_of(batch) for batch in replay] == first and len(first) == 2
+
+
+def test_what_cannot_be_kept_is_refused(store: gt.Store) -> None:
+    class Custom:
+        seed = 0
+
+        def select(self, *_: Any, **__: Any) -> Any: ...
+
+    for selection, match in (
+        (Prioritized(beta=0.5, seed=0), "importance weights"),
+        (GroupSampling("id", size=2, least=1, deadline_s=1.0), "late groups"),
+        (Custom(), r"stateless=True"),
+    ):
+        with pytest.raises(ArgumentError, match=match):
+            kept(store, selection=selection)
+    with pytest.raises(ArgumentError, match="keep"):
+        kept(store, keep="always")
+    with pytest.raises(ArgumentError, match=f"at most {2**22}"):
+        kept(store, n=2**22 + 1)
+    with (
+        grpo.new_store(max_times_sampled=2) as twice,
+        pytest.raises(ArgumentError, match="max_times_sampled=2: create"),
+    ):
+        kept(twice)
+    fields = {"x": gt.Field((), "int64", per_row=True)}
+    with gt.Store.create(fields, capacity=4) as plain, pytest.raises(ArgumentError, match="has none"):
+        kept(plain)
+
+
+# --- strict order --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [None, "saved"])
+def test_a_strict_order_waits_for_older_rows_and_leaves_dropped_ones_out(store: gt.Store, keep: Any) -> None:
+    grpo.insert(store, range(9))
+    with store.claim("answer", 3) as slow:  # 0 to 2
+        work(store)
+        with store.expect_writers(), kept(store, selection=Fifo(strict=True), keep=keep, timeout_s=0.05) as replay:
+            with pytest.raises(WaitTimeoutError, match=r"has 6 selectable rows.*0 of them before the first"):
+                replay.sample()
+        with store.expect_writers(), kept(store, selection=Fifo(strict=True), keep=keep) as replay:
+
+            def go_on() -> None:
+                rows = list(slow)
+                rows[1].drop()
+                for row, number in ((rows[0], 0), (rows[2], 2)):
+                    grpo.append(row, number)
+                    row.put()
+                work(store)
+
+            late = threading.Timer(0.1, go_on)
+            late.start()
+            assert [grpo.check(replay.sample()) for _ in range(2)] == [[0, 2, 3, 4], [5, 6, 7, 8]]
+            late.join()
+
+
+def test_a_strict_order_that_nobody_can_complete_is_an_error(store: gt.Store) -> None:
+    grpo.insert(store, range(5))
+    with store.claim("answer", 1), kept(store, selection=Fifo(strict=True), keep=None) as replay:
+        work(store)
+        with pytest.raises(NotEnoughRowsError, match="0 of them before the first that is under way"):
+            replay.sample()
+
+
+def test_strict_is_for_stores_with_tasks_and_without_limits() -> None:
+    fields = {"x": gt.Field((), "int64", per_row=True)}
+    with (
+        gt.Store.create(fields, capacity=4) as plain,
+        pytest.raises(ArgumentError, match=r"no tasks.*leave out strict=True"),
+    ):
+        gt.Replay(plain, Fifo(strict=True), 2)
+    with pytest.raises(ArgumentError, match="leave out limits"):
+        Fifo(strict=True, limits=gt.selection.Limits(min_version=1))
+    with pytest.raises(ArgumentError):
+        Fifo(strict="yes")  # type: ignore[arg-type]
