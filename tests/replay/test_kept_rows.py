@@ -22,6 +22,7 @@ from segments import kill, wait_for
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError, WaitTimeoutError
 from geartrain.selection import Fifo, GroupSampling, Prioritized, Uniform
+from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 TASKS = ("answer", "reward", "ref", "advantage")
 
@@ -366,3 +367,24 @@ def test_strict_is_for_stores_with_tasks_and_without_limits() -> None:
         Fifo(strict=True, limits=gt.selection.Limits(min_version=1))
     with pytest.raises(ArgumentError):
         Fifo(strict="yes")  # type: ignore[arg-type]
+
+
+# --- groups --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"selection": Fifo(strict=True), "keep": None}], ids=["keep", "strict"])
+def test_several_ranks_are_refused_and_one_repeats_global_batches(store: gt.Store, options: Any) -> None:
+    finish(store, range(8))
+    with pytest.raises(ArgumentError, match=r"one process, found a group of 2 ranks"):
+        run_ranks(2, lambda rank: kept(store, group=rank, **options))
+
+    def alone(rank: ThreadRankGroup) -> None:
+        with kept(store, group=rank, **options) as replay:
+            first = replay.sample()
+            if replay._builder.samplers[0].kept is not None:
+                replay.load_state_dict({**replay.state_dict(), "step": 0})
+                again = replay.sample()
+                assert again.keys == first.keys and again.draw is not None and first.draw is not None
+                assert again.draw.tolist() == first.draw.tolist() == [0, 1, 2, 3]
+
+    run_ranks(1, alone)
