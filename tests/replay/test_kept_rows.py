@@ -195,8 +195,10 @@ def test_a_batch_without_all_of_its_rows_is_drawn_anew(store: gt.Store) -> None:
         assert grpo.check(replay.sample()) == [0, 1, 2, 3]
         assert (store.stats()["kept"], store.stats()["sampled"]) == (4, 4)
         replay.load_state_dict({**replay.state_dict(), "step": 0})
+        samples = store.limiter.state().samples
         assert store.delete(keys[2:3]) == 0
         assert grpo.check(replay.sample()) == [0, 1, 3, 4]
+        assert store.limiter.state().samples == samples + 1  # three are as if they had not been drawn before
 
 
 def test_a_step_of_another_batch_size_is_drawn_anew(store: gt.Store) -> None:
@@ -222,12 +224,11 @@ def test_a_repeated_batch_is_no_further_sample_for_the_limiter(store: gt.Store) 
         with pytest.raises(RuntimeError, match="once"):
             replay.sample()
         fails[:] = [False] * 4
-        before = samples()
         assert grpo.check(replay.sample()) == [0, 1, 2, 3]
-        assert samples() == before
+        assert samples() == 4
         replay.load_state_dict({**replay.state_dict(), "step": 0})
         replay.sample()
-        assert samples() == before and store.stats()["sampled"] == 4
+        assert samples() == store.stats()["sampled"] == 4
 
 
 def test_a_repeated_batch_has_the_attributes_of_the_first_one(store: gt.Store) -> None:
@@ -247,20 +248,22 @@ def test_a_repeated_batch_has_the_attributes_of_the_first_one(store: gt.Store) -
 
 
 def test_kept_rows_that_alone_stop_a_replay_are_an_error_at_once(store_name: Callable[[], str]) -> None:
-    with grpo.new_store(store_name(), capacity=10) as store, store.expect_writers(), kept(store, prefetch=2) as replay:
+    with (
+        grpo.new_store(store_name(), capacity=10) as store,
+        store.expect_writers(),
+        kept(store, prefetch=2, timeout_s=0.5) as replay,
+    ):
         finish(store, range(10))
         batches = [replay.sample().step for _ in range(2)]
-        time.sleep(0.05)  # the thread that works ahead must not raise: saved may be called before the next batch
+        time.sleep(0.7)  # the thread that works ahead must not raise: saved may be called before the next batch
         replay.saved(0)
         finish(store, range(10, 12))
         assert replay.sample().step == 2 and batches == [0, 1]
         finish(store, range(12, 14))
-        began_s = time.monotonic()
         with pytest.raises(
             NotEnoughRowsError, match=r"has 2, and no other can come: saved was last told step 0; 2 steps hold 8 of 10"
         ):
             replay.sample()
-        assert time.monotonic() - began_s < patience(20) / 4
         replay.saved(2)
         finish(store, range(14, 16))
         assert replay.sample().step == 3
