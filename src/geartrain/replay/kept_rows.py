@@ -111,6 +111,13 @@ def check_keep(keep: str | None, stores: Sequence[Store], selection: Selection, 
         _check_repeatable(strategy)
 
 
+def check_alone(keep: str | None, selection: Selection, ranks: int) -> None:
+    """Raises `ArgumentError` for what several ranks cannot do together yet."""
+    if keep is not None or any(traits_of(each).strict for each in strategies_of(selection)):
+        what = "keep='saved'" if keep is not None else "Fifo(strict=True)"
+        raise ArgumentError(f"{what} is for a replay in one process, found a group of {ranks} ranks")
+
+
 def _check_repeatable(strategy: object) -> None:
     """Raises `ArgumentError` for strategies whose batches are more than rows in their places."""
     traits = traits_of(strategy)  # type: ignore[arg-type]
@@ -125,4 +132,4 @@ def _check_repeatable(strategy: object) -> None:
         raise ArgumentError(f"keep='saved' repeats the rows of a batch and nothing else, and {strategy!r} {why}")
 
 
-__all__ = ["KeptRows", "check_keep"]
+__all__ = ["KeptRows", "check_alone", "check_keep"]
