@@ -374,3 +374,20 @@ def test_a_batch_that_was_drawn_is_not_ended(store: gt.Store) -> None:
         assert (len(store), in_flight(store), store.stats()["stale"]) == (0, 1, 1)
         with pytest.raises(NotEnoughRowsError):
             replay.sample()
+
+
+def test_kept_rows_are_never_too_old_and_in_flight_only_until_their_batch_is_finished(store: gt.Store) -> None:
+    store.limiter.set(in_flight=4, max_stale=0)
+    insert(store, 4)
+    work(store, 4)
+    with gt.Replay(store, gt.selection.Fifo(), batch_size=2, prefetch=0, keep="saved", output="numpy") as replay:
+        first = replay.sample()
+        assert in_flight(store) == 4
+        replay.sample()
+        store.advance(1)
+        assert (in_flight(store), store.stats()["kept"], store.stats()["stale"]) == (2, 4, 0)
+    assert in_flight(store) == 0
+    insert(store, 3)
+    with gt.Replay(store, gt.selection.Fifo(), batch_size=2, prefetch=0, keep="saved", output="numpy") as replay:
+        assert replay.sample()["x"].tolist() == first["x"].tolist()  # drawn again, as after a crash
+        assert in_flight(store) == 3
