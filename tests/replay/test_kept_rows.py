@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -118,7 +119,9 @@ def test_a_killed_job_draws_the_same_batches_again(
             assert time.monotonic() < until_s
             time.sleep(0.001)
         if code is None:
-            kill(learner)
+            os.kill(learner, signal.SIGKILL)
+            ended = wait_for(learner)
+            code = None if ended == -signal.SIGKILL else ended  # it may have come to its end meanwhile
         kill(worker)
         if len(lines()) > before:
             resumed.append(int(lines()[before].split()[0]))

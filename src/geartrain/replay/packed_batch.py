@@ -346,19 +346,27 @@ def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayCo
     over_steps = isinstance(selection, Epochs) and selection.over == "steps"
     if over_steps or any(traits_of(each).over_steps for each in strategies_of(selection)):
         raise ArgumentError(f"{what}: its rows have no steps, so that rows must be drawn; found {selection!r}")
-    for store in stores:
-        limit, rows = store.limiter.state().most_in_flight, max(config.batch_size, config.min_rows or 0)
-        if limit is not None and limit < rows:
-            raise ArgumentError(
-                f"{what}, and its limiter lets {limit} rows be in flight: a batch that needs {rows} would never be "
-                f"drawn. Raise store.limiter.set(in_flight=)"
-            )
     return True
+
+
+def check_in_flight(most: Sequence[int | None], config: ReplayConfig) -> None:
+    """Raises `ArgumentError` where fewer rows than a batch needs may be in flight.
+
+    Args:
+        most: as the limiter of each shard allows.
+    """
+    limits, rows = [each for each in most if each is not None], max(config.batch_size, config.min_rows or 0)
+    if len(limits) == len(most) and sum(limits) < rows:
+        raise ArgumentError(
+            f"the store's limiter lets {sum(limits)} rows be in flight, and a batch that needs {rows} would never be "
+            f"drawn: raise limiter.set(in_flight=)"
+        )
 
 
 __all__ = [
     "PackedBatch",
     "axes_of",
+    "check_in_flight",
     "check_packed",
     "fetch_packed",
     "packed_batch",

@@ -18,6 +18,7 @@ first to draw a row, the leader draws another one of its shard in step 3a.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ from geartrain.replay.distributed.rank_group import Bytes, RankGroup
 from geartrain.replay.distributed.rank_source import RankSource
 from geartrain.replay.distributed.read_agreement import RowsLostError
 from geartrain.replay.distributed.topology import MeshPosition
-from geartrain.replay.packed_batch import PackedBatch, axes_of, packed_batch
+from geartrain.replay.packed_batch import PackedBatch, axes_of, check_in_flight, packed_batch
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.mixture import Selection
 from geartrain.selection.shard import NO_ROW, ShardedDraw
@@ -139,9 +140,10 @@ class RowLengths:
                 assert parts is not None  # of an axis that is divided
                 pieces.append(flat_bytes(np.diff(parts)))
         for place, name in enumerate(self.flags):
-            bounds = found.axis(self._plan.axis(self._plan.fields[name].axis))[1]
-            sums = np.concatenate([[0], np.cumsum(found.field(place), dtype=np.int64)])
-            pieces.append(flat_bytes(np.diff(sums[bounds]).astype(np.int32)))
+            bounds = found.axis(self._plan.axis(self._plan.fields[name].axis))[1].tolist()
+            values = found.field(place)
+            sums = [np.count_nonzero(values[first:last]) for first, last in itertools.pairwise(bounds)]
+            pieces.append(flat_bytes(np.array(sums, np.int32)))
         return pieces
 
     def unpack(self, message: _Message, n: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -285,6 +287,9 @@ class PackedRankRows(RankSource):
         self._rank_of = np.array([replica.ranks[0] for replica in members.replicas])
         assert members.me is not None
         self._me = members.me.replica
+        limit = sampler.plan.store.limiter.state().most_in_flight
+        limits = members.all_gather_shards(0, np.array([0 if limit is None else limit]))
+        check_in_flight([each or None for each in limits[:, 0].tolist()], config)
         self._newest = self._most = self._mean = 0.0  # balance, and the sums that it is of
         self.exchange = self.sampler.exchange_of(idle=False)
 
