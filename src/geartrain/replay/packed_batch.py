@@ -240,10 +240,7 @@ def sampled_packed(
 ) -> PackedBatch:
     """The batch of a replay's step; `of_job`: it is a global one, of one rank."""
     keys = keys_of(rows, [store_id])
-    if of_job:
-        n = len(rows)
-        shard, draw = np.zeros(n, np.uint16), np.arange(n)
-        keys = Keys.of_rows(keys.row, keys.generation, store_id, shard=shard, draw=draw)
+    keys = _of_job(keys) if of_job else keys
     weights = rows.importance_weights()
     return packed_batch(
         reader,
@@ -257,14 +254,31 @@ def sampled_packed(
     )
 
 
-def repeated_packed(
-    reader: PackedReader, output: str, found: _native.PackedArrays, keys: Keys, step: int, form: str
-) -> PackedBatch:
-    """The batch of a replay's step that is drawn again.
+def _of_job(keys: Keys) -> Keys:
+    """The keys of a global batch that one rank has all of."""
+    n = len(keys)
+    assert isinstance(keys.store, int)
+    return Keys.of_rows(keys.row, keys.generation, keys.store, shard=np.zeros(n, np.uint16), draw=np.arange(n))
 
-    The probability is 1 in an order. Otherwise it is not known any more, and NaN.
-    """
-    probability = np.full(len(keys), 1.0 if form in ORDERS else np.nan)
+
+def repeated_probability(form: str) -> float:
+    """The probability of rows that are drawn again, by the form of the strategy: 1 in an order, else not known, NaN."""
+    return 1.0 if form in ORDERS else np.nan
+
+
+def repeated_packed(
+    reader: PackedReader,
+    output: str,
+    found: _native.PackedArrays,
+    keys: Keys,
+    step: int,
+    form: str,
+    *,
+    of_job: bool = False,
+) -> PackedBatch:
+    """The batch of a replay's step that is drawn again; see `sampled_packed`."""
+    probability = np.full(len(keys), repeated_probability(form))
+    keys = _of_job(keys) if of_job else keys
     return packed_batch(reader, output, found, keys, found.versions(), probability=probability, step=step)
 
 
@@ -300,7 +314,9 @@ def fetch_packed(
         keys = keys[np.flatnonzero(torn == 0)]
 
 
-def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayConfig, of_mesh: bool) -> bool:
+def check_packed(
+    stores: Sequence[Store], selection: Selection, config: ReplayConfig, *, of_mesh: bool, of_group: bool
+) -> bool:
     """Whether the batches of a replay are packed ones. Raises `ArgumentError` for what such stores do not have."""
     if all(store.plan is None for store in stores):
         if config.balance is not None:
@@ -333,22 +349,31 @@ def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayCo
     over_steps = isinstance(selection, Epochs) and selection.over == "steps"
     if over_steps or any(traits_of(each).over_steps for each in strategies_of(selection)):
         raise ArgumentError(f"{what}: its rows have no steps, so that rows must be drawn; found {selection!r}")
-    for store in stores:
-        limit, rows = store.limiter.state().most_in_flight, max(config.batch_size, config.min_rows or 0)
-        if limit is not None and limit < rows:
-            raise ArgumentError(
-                f"{what}, and its limiter lets {limit} rows be in flight: a batch that needs {rows} would never be "
-                f"drawn. Raise store.limiter.set(in_flight=)"
-            )
+    if not of_group:
+        check_in_flight([store.limiter.state().most_in_flight for store in stores], config)
     return True
+
+
+def check_in_flight(limits: Sequence[int | None], config: ReplayConfig) -> None:
+    """Raises `ArgumentError` where the limits of all shards together let no batch be drawn; None: one has no limit."""
+    rows = max(config.batch_size, config.min_rows or 0)
+    known = [limit for limit in limits if limit is not None]
+    if len(known) == len(limits) and sum(known) < rows:
+        of_shards = f" on {len(known)} hosts together" if len(known) > 1 else ""
+        raise ArgumentError(
+            f"the store's limiter lets {sum(known)} rows be in flight{of_shards}: a batch that needs {rows} would "
+            f"never be drawn. Raise store.limiter.set(in_flight=)"
+        )
 
 
 __all__ = [
     "PackedBatch",
     "axes_of",
+    "check_in_flight",
     "check_packed",
     "fetch_packed",
     "packed_batch",
     "repeated_packed",
+    "repeated_probability",
     "sampled_packed",
 ]
