@@ -131,7 +131,6 @@ class Group::Body final {
   }
 
   Membership& members() { return members_; }
-  uint32_t settled() const { return side_.settled(); }
   ReducerEvents& reducer_events() { return side_.reducer_events(); }
 
   std::shared_ptr<Work> all_reduce(const Shape& shape, const void* in, void* out, double timeout_s, bool soon) {
@@ -304,10 +303,6 @@ Fault Group::fault() const {
 
 std::string Group::name_of(uint32_t member) const {
   return body_->members().name_of(member);
-}
-
-uint32_t Group::settled() const {
-  return body_->settled();
 }
 
 void Group::abort(const std::string& reason) {

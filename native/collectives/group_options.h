@@ -21,8 +21,7 @@ struct GroupOptions {
   std::string secret;                 // of ranks and reducers; empty: a key in the address, for ranks
   std::string host = "127.0.0.1";     // to listen on
   std::vector<std::string> advertise;
-  double reducer_patience_s = 0;  // how long connect() tries a reducer again that does not answer; 0: to its deadline
-  double redial_s = 1;            // how often a lost reducer is dialled again
+  double redial_s = 1;  // how often a lost reducer is dialled again
   double reducer_silence_s =
       3;                     // outlives_reducers: one that is waited for is given up when it has said nothing so long
   bool shm = true;           // between members of one host

@@ -1,7 +1,7 @@
 // What a group does on its loop: frames of all peers arrive here and are dispatched, to the members, the operations or
 // their deadlines; and what becomes of the group when a peer leaves, is lost or tells of a fault.
 //
-// On the loop, except settled(), ReducerEvents::take() and what Membership says of itself.
+// On the loop, except ReducerEvents::take() and what Membership says of itself.
 #pragma once
 
 #include <functional>
@@ -26,7 +26,6 @@ class GroupSide final : public Peer::Side {
 
   Membership& members() { return members_; }
   Operations& operations() { return operations_; }
-  uint32_t settled() const { return operations_.settled(); }
   ReducerEvents& reducer_events() { return reducer_events_; }
 
   void begin(const std::shared_ptr<Work>& work);

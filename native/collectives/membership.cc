@@ -228,7 +228,6 @@ void Membership::identify(const std::vector<std::string>& addresses, Join* join)
 void Membership::dial_member(uint32_t member, const Join& join, const std::vector<std::string>& addresses,
                              Deadline deadline) {
   const bool rank = member < options_.world;
-  if (!rank && options_.reducer_patience_s > 0) deadline = deadline.sooner(options_.reducer_patience_s);
   std::string place = rank ? addresses[member] : options_.reducers[member - options_.world];
   std::string secret = options_.secret;
   if (rank) {

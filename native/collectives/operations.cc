@@ -85,12 +85,10 @@ void Operations::start_now(const std::shared_ptr<Work>& work) {
     if (options_.shares[options_.rank] > 0) owner_.owns_none(work->number, work->shape);
   } else if (work->shape.direct()) {
     owner_.send_local(work->number, work->shape,
-                      work->sends.size() == 1 ? std::vector(options_.world, work->sends[0]) : work->sends,
-                      shares_.completed());
+                      work->sends.size() == 1 ? std::vector(options_.world, work->sends[0]) : work->sends);
     if (work->shape.collective == Collective::one_host_broadcast) announce(*work);
   } else {
-    owner_.open_local(work->number, work->shape, own.bytes, own.numbers, shares_.completed(),
-                      exposed ? own.result : nullptr);
+    owner_.open_local(work->number, work->shape, own.bytes, own.numbers, exposed ? own.result : nullptr);
   }
   if (!members_.over()) shares_.start();
   for (const auto& takeover : takeovers_) takeover->began();
@@ -287,8 +285,6 @@ void Operations::completed(const std::shared_ptr<Work>& work) {
     ways_.judge(work->shape, timed_.way, monotonic_ns() - timed_.from_ns);
     timed_ = {};
   }
-  settled_.store(std::max(shares_.settled(), options_.shares[options_.rank] > 0 ? owner_.settled() : 0u),
-                 std::memory_order_relaxed);
   ++done_;
   by_callers_ += loop_.driven();
   elements_ += work->shape.count;
@@ -396,7 +392,7 @@ bool Operations::next(const Peer& peer, OutFrame* frame) {
 
 // Who broadcasts opens at all others too, which else would not notice that they wait for another root.
 void Operations::announce(const Work& work) {
-  Open what = open_of(work.shape, work.shape.wire_bytes(), shares_.completed());
+  Open what = open_of(work.shape, work.shape.wire_bytes());
   what.reads = 1;
   for (uint32_t rank = 0; rank < options_.world; ++rank) {
     if (rank == options_.rank || members_.over() || members_.peer(rank) == nullptr) continue;
@@ -415,8 +411,7 @@ void Operations::took_exposed(const Peer& peer, const WireHeader& header, std::s
   if (before == ReadExposed::denied) return shares_.decline(peer.member(), header);
   if (exposed.bytes > kExposedBytes)
     fail(ErrorKind::frame, "it exposes ", exposed.bytes, " bytes, the limit is ", kExposedBytes);
-  WireHeader result = frame_of(FrameKind::result, header.operation, header.offset, exposed.bytes);
-  result.settled = header.settled;
+  const WireHeader result = frame_of(FrameKind::result, header.operation, header.offset, exposed.bytes);
   const std::span<std::byte> into = shares_.exposed_room(peer.member(), result);
   const ReadExposed found = peer.read_exposed(exposed.address, into);
   if (found == ReadExposed::read) {

@@ -1,10 +1,9 @@
 // Operations of a group that are in flight: their order, the algorithm of each, and the dispatch of their
 // frames. Several run at the same time; each ends by itself (Work::finish), or all by the group's fault.
 //
-// On the loop, except settled().
+// On the loop.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -73,7 +72,6 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
     shares_.window().limit(most);
     direct_.limit(most);
   }
-  uint32_t settled() const { return settled_.load(std::memory_order_relaxed); }
   void count(GroupCounts* out);
 
  private:
@@ -141,7 +139,6 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   std::vector<std::shared_ptr<Work>> works_;
   uint64_t next_number_ = 0;
   uint64_t done_ = 0, by_callers_ = 0, elements_ = 0, array_bytes_ = 0, read_bytes_ = 0, read_operations_ = 0;
-  std::atomic<uint32_t> settled_{0};
 };
 
 }  // namespace geartrain

@@ -127,7 +127,7 @@ Shape shape_from(const Open& open) {
   return shape;
 }
 
-Open open_of(const Shape& shape, uint64_t share_bytes, uint64_t completed) {
+Open open_of(const Shape& shape, uint64_t share_bytes) {
   const Whole whole = shape.whole.value_or(Whole{.world = 0});
   return {shape.count,
           share_bytes,
@@ -135,14 +135,13 @@ Open open_of(const Shape& shape, uint64_t share_bytes, uint64_t completed) {
           static_cast<uint8_t>(shape.wire),
           static_cast<uint8_t>(shape.op),
           shape.algorithm,
-          static_cast<uint32_t>(completed),
           static_cast<uint8_t>(shape.collective),
           0,
           static_cast<uint8_t>(whole.op),
           static_cast<uint8_t>(whole.wire),
           shape.root,
-          whole.count,
           whole.world,
+          whole.count,
           0,
           0};
 }

@@ -7,10 +7,10 @@
 //
 // From then on both sides send frames, each a header and a payload right behind it:
 //
-//    0      4      6      8               16               24       28       32
-//   +------+------+------+---------------+----------------+--------+--------+ - - - - - - - - - -
-//   | GTC1 | kind | zero | operation     | offset         | bytes  |settled | payload: `bytes`
-//   +------+------+------+---------------+----------------+--------+--------+ - - - - - - - - - -
+//    0      4      6      8               16               24               32
+//   +------+------+------+---------------+----------------+----------------+ - - - - - - - - - -
+//   | GTC1 | kind | zero | operation     | offset         | bytes          | payload: `bytes`
+//   +------+------+------+---------------+----------------+----------------+ - - - - - - - - - -
 //
 //   open    rank -> owner    begins an operation: type, op, number of elements (Open). Before its first part
 //   part    rank -> owner    a piece of the rank's numbers of this owner's share; `offset` counts bytes in the share
@@ -28,10 +28,6 @@
 //   complete  rank -> rank   it has done the operations below `operation`; the answer, once that is so, is the same
 //   fault   the group is over, with the reason (Fault): forwarded to all, unchanged
 //   bye     an orderly end: the sender has done the operations below `operation`, and no other
-//
-// With an open a rank reports how many operations are complete there, from the first one on without a gap; with every
-// result an owner reports how many are complete on all ranks, as far as it knows (`settled`, zero in all other frames).
-// Results kept for a rank that lost its reducer can then be released.
 //
 // A rank whose owner may read its memory says in the open where its numbers are, and sends no parts: they stay as they
 // are until the result for the same place, or the credit for all of them, has come. Results are exposed to such a rank.
@@ -67,7 +63,7 @@ constexpr uint64_t kGrain = 16;  // elements: no vector of them lies in two shar
 static_assert(std::endian::native == std::endian::little);
 
 constexpr uint32_t kCollectiveMagic = 0x31435447;  // "GTC1"
-constexpr uint32_t kCollectiveVersion = 7;
+constexpr uint32_t kCollectiveVersion = 8;
 constexpr uint32_t kMostMembers = 4096;       // ranks and reducers of a group
 constexpr uint32_t kMostControlBytes = 4096;  // of a payload that is not data
 constexpr uint32_t kChunkBytes = 16 << 10;    // what is reduced at once, and the most that one frame carries
@@ -110,8 +106,7 @@ struct WireHeader {
   uint16_t reserved;
   uint64_t operation;
   uint64_t offset;
-  uint32_t bytes;
-  uint32_t settled;
+  uint64_t bytes;
 };
 static_assert(sizeof(WireHeader) == 32 && offsetof(WireHeader, operation) == 8 && offsetof(WireHeader, bytes) == 24);
 
@@ -188,15 +183,14 @@ struct Open {
   uint64_t count;
   uint64_t share_bytes;  // of the owner that this is sent to
   uint8_t dtype, wire, op, algorithm;
-  uint32_t completed;
   uint8_t collective;
   uint8_t reads;  // 1: the sender can read the owner's memory, and results may be exposed to it
   uint8_t whole_op, whole_wire;
   uint32_t root;
-  uint64_t whole_count;
   uint32_t whole_world;  // 0: not a stage of another operation
-  uint32_t next_way;     // of rank 0: how the next operation of that size is done (AgreedWays); 0: nothing is said
-  uint64_t address;      // of the sender's numbers of this share, in its memory; 0: they come in parts
+  uint64_t whole_count;
+  uint64_t next_way;  // of rank 0: how the next operation of that size is done (AgreedWays); 0: nothing is said
+  uint64_t address;   // of the sender's numbers of this share, in its memory; 0: they come in parts
 };
 static_assert(sizeof(Open) == 56 && offsetof(Open, address) == 48);
 
@@ -252,18 +246,17 @@ void append(std::vector<std::byte>* to, const T* values, size_t n) {
 }
 
 inline WireHeader frame_of(FrameKind kind, uint64_t operation, uint64_t offset, uint64_t bytes) {
-  return {kCollectiveMagic, static_cast<uint16_t>(kind), 0, operation, offset, static_cast<uint32_t>(bytes), 0};
+  return {kCollectiveMagic, static_cast<uint16_t>(kind), 0, operation, offset, bytes};
 }
 
 // Throws frame when this cannot be the beginning of a frame.
 inline void check(const WireHeader& header) {
   const auto kind = static_cast<FrameKind>(header.kind);
-  const bool settles = kind == FrameKind::result || kind == FrameKind::expose;
   const bool empty = kind == FrameKind::credit || kind == FrameKind::taken || kind == FrameKind::unreadable ||
                      kind == FrameKind::unreadable_part || kind == FrameKind::lost || kind == FrameKind::back ||
                      kind == FrameKind::resume || kind == FrameKind::complete;
-  if (header.magic != kCollectiveMagic || header.reserved != 0 || (header.settled != 0 && !settles) ||
-      kind < FrameKind::open || kind > FrameKind::complete || (empty && header.bytes != 0)) {
+  if (header.magic != kCollectiveMagic || header.reserved != 0 || kind < FrameKind::open ||
+      kind > FrameKind::complete || (empty && header.bytes != 0)) {
     fail(ErrorKind::frame, "it sent what is not a frame");
   }
   const bool data = kind == FrameKind::part || kind == FrameKind::result || kind == FrameKind::ring;
@@ -286,6 +279,6 @@ Fault fault_from(std::span<const std::byte> bytes);  // throws frame
 std::vector<std::byte> members_bytes(uint64_t bytes, uint64_t of, const std::vector<uint32_t>& members);
 std::vector<uint32_t> members_from(std::span<const std::byte> payload, uint64_t* bytes, uint64_t* of);
 Shape shape_from(const Open& open);  // throws frame
-Open open_of(const Shape& shape, uint64_t share_bytes, uint64_t completed);
+Open open_of(const Shape& shape, uint64_t share_bytes);
 
 }  // namespace geartrain

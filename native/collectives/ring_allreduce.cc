@@ -59,7 +59,7 @@ void RingAllreduce::begin(const std::shared_ptr<Work>& work) {
   forward(operation, &operation.sent, true, 0);
   forward(operation, &operation.received, false, 0);
   const uint64_t number = work->number;
-  host_.open_next(number, open_of(shape, 0, 0));
+  host_.open_next(number, open_of(shape, 0));
   host_.ring_for_next();
   compare(number, shape);
   // What came before.

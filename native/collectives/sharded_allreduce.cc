@@ -190,7 +190,7 @@ uint64_t ShardedAllreduce::limit(const Operation& operation, const Part& part) c
 void ShardedAllreduce::open(uint32_t owner, Operation& operation) {
   Part& part = operation.parts[owner];
   const Shape& shape = operation.work->shape;
-  Open what = open_of(shape, std::max(part.bytes, part.back), completed());
+  Open what = open_of(shape, std::max(part.bytes, part.back));
   what.reads = shape.direct() || operation.exposed;
   part.exposed = operation.exposed && part.bytes != 0 && host_.exposes_to(owner);
   if (part.exposed) {
@@ -348,7 +348,6 @@ void ShardedAllreduce::took(uint32_t owner, const WireHeader& result, std::span<
     std::byte* const to = operation.parts[owner].to + result.offset / bytes_of(shape.wire) * bytes_of(shape.dtype);
     convert(shape.wire, payload.data(), shape.dtype, to, payload.size() / bytes_of(shape.wire));
   }
-  settled_ = std::max(settled_, result.settled);
   if ((shape.direct() || exposed) && !payload.empty())
     host_.taken(owner, result.operation, result.offset + payload.size());
   gained(operation, owner, payload.size());

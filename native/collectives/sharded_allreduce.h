@@ -134,7 +134,6 @@ class ShardedAllreduce {
   // How many operations are complete here, from the first one on without a gap; and on all ranks, as owners report.
   uint64_t completed() const { return operations_.empty() ? begun_ : operations_.front().number; }
   uint64_t begun() const { return begun_; }
-  uint32_t settled() const { return settled_; }
   CongestionWindow& window() { return window_; }
   void clear() { operations_.clear(); }
 
@@ -187,7 +186,6 @@ class ShardedAllreduce {
   uint64_t stream_ = 0;         // where the next operation begins
   uint64_t asked_until_ = 0;    // how far the window went when all were asked last
   uint64_t begun_ = 0;
-  uint32_t settled_ = 0;
   uint64_t delivered_ = 0;   // bytes of results so far
   bool first_turn_ = false;  // of an operation, for ask_all()
   DelayProbe probe_;

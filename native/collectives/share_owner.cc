@@ -21,7 +21,6 @@ ShareOwner::ShareOwner(ChunkBufferPool& blocks, Host& host, uint32_t world, uint
       chunk_(chunk),
       window_bytes_(window_bytes),
       next_open_(world),
-      completed_(world),
       held_(world),
       exposure_(blocks, host, world, self, chunk) {}
 
@@ -53,7 +52,6 @@ void ShareOwner::open(uint32_t rank, uint64_t number, const Open& open) {
   }
   if (operations_.size() >= kMostOperations) fail(ErrorKind::frame, "it opened too many operations");
   next_open_[rank] = number + 1;
-  completed_[rank] = open.completed;
   if (const Shape* const mine = unowned_.find(number); mine != nullptr) {
     return disagree(number, rank, shape, self_, *mine);
   }
@@ -73,8 +71,7 @@ void ShareOwner::open(uint32_t rank, uint64_t number, const Open& open) {
 }
 
 void ShareOwner::open_local(uint64_t number, const Shape& shape, uint64_t share_bytes, const std::byte* numbers,
-                            uint64_t completed, std::byte* exposed) {
-  completed_[self_] = static_cast<uint32_t>(completed);
+                            std::byte* exposed) {
   next_own_ = number + 1;
   if (differs_from_root(number, shape)) return;
   const Place place = find_or_make(self_, number, shape, share_bytes);
@@ -102,8 +99,7 @@ void ShareOwner::go_on() {
   if (more) host_.go_on();
 }
 
-void ShareOwner::send_local(uint64_t number, const Shape& shape, std::vector<Segment> sends, uint64_t completed) {
-  completed_[self_] = static_cast<uint32_t>(completed);
+void ShareOwner::send_local(uint64_t number, const Shape& shape, std::vector<Segment> sends) {
   next_own_ = number + 1;
   if (differs_from_root(number, shape)) return;
   const Place place = find_or_make(self_, number, shape, sends[self_].count * bytes_of(shape.dtype));
@@ -145,7 +141,7 @@ void ShareOwner::announced(uint32_t rank, uint64_t number, const Shape& shape) {
   if (const Shape* const mine = unowned_.find(number); mine != nullptr && *mine != shape) {
     return disagree(number, rank, shape, self_, *mine);
   }
-  // What was begun here is settled, or its shape not kept any more. Nothing would ever remove an entry of it.
+  // What was begun here is over, or its shape not kept any more. Nothing would ever remove an entry of it.
   if (number < next_own_) return unowned_.settle(number);
   unowned_.announce(rank, number, shape);
 }
@@ -366,7 +362,6 @@ bool ShareOwner::next(uint32_t rank, OutFrame* frame) {
     if (share.bytes == 0) {
       if (!share.empty_done) continue;
       *frame = {frame_of(FrameKind::result, place->first, 0, 0), nullptr, {}};
-      frame->header.settled = settled();
       end(place, rank);
       return true;
     }
@@ -382,14 +377,12 @@ bool ShareOwner::next(uint32_t rank, OutFrame* frame) {
     if (at == share.reduced || !share.opened[rank]) continue;
     if (share.exposed != nullptr) {
       if (!exposure_.next_result(place->first, share, rank, frame)) continue;
-      frame->header.settled = settled();
       if (!share.reads[rank] && share.sent[rank] == share.bytes) end(place, rank);
       return true;
     }
     const uint64_t within = at % chunk_, bytes = std::min(chunk_ - within, share.reduced - at);
     ChunkBufferRef& block = share.results[(at - share.results_from) / chunk_];
     *frame = {frame_of(FrameKind::result, place->first, at, bytes), block.data() + within, block};
-    frame->header.settled = settled();
     share.sent[rank] += bytes;
     const bool relayed = share.relayed();
     const uint32_t root = share.shape.root;
@@ -428,7 +421,6 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
   }
   const uint64_t bytes = std::min(chunk_, all - at);
   *frame = {frame_of(FrameKind::result, place->first, at, bytes), share.sends[rank].at + at, {}};
-  frame->header.settled = settled();
   share.sent[rank] += bytes;
   under_way_ += bytes;
   if (opened) probe_.sent(place->first, rank, share.sent[rank], taken_);
@@ -491,10 +483,6 @@ bool ShareOwner::forget_sent(OwnedShare& share) {
   const uint64_t bytes = share.forget_sent(chunk_);
   if (share.relayed()) held_[share.shape.root] -= bytes;
   return bytes != 0;
-}
-
-uint32_t ShareOwner::settled() const {
-  return *std::min_element(completed_.begin(), completed_.end());
 }
 
 void ShareOwner::end(Place place, uint32_t rank) {

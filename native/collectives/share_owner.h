@@ -74,7 +74,7 @@ class ShareOwner {
   // This rank's own numbers, of type shape.dtype, which stay unchanged until the last result was delivered. Results
   // are made in `exposed` where that is not null, which may be `numbers`: they stay there until they were served.
   void open_local(uint64_t operation, const Shape& shape, uint64_t share_bytes, const std::byte* numbers,
-                  uint64_t completed, std::byte* exposed = nullptr);
+                  std::byte* exposed = nullptr);
   // Reduces more of what was left when Host::go_on() was called.
   void go_on();
 
@@ -82,7 +82,7 @@ class ShareOwner {
   // as the root of the same broadcast.
   void owns_none(uint64_t operation, const Shape& shape);
   // This rank's numbers for each of the ranks, which stay unchanged until they were served.
-  void send_local(uint64_t operation, const Shape& shape, std::vector<Segment> sends, uint64_t completed);
+  void send_local(uint64_t operation, const Shape& shape, std::vector<Segment> sends);
   // A rank has got so much of that. Throws frame.
   void took_taken(uint32_t rank, const WireHeader& taken);
   // A rank cannot read what it was exposed beyond what it has got: it is sent that. Throws frame.
@@ -99,8 +99,6 @@ class ShareOwner {
   uint64_t newest() const { return operations_.empty() ? 0 : operations_.rbegin()->first + 1; }
   // The first operation that a rank has not completed, in either direction.
   bool involves(uint32_t rank, uint64_t* operation, uint64_t* bytes, uint64_t* of) const;
-  // How many operations are complete on all ranks, as far as they have reported.
-  uint32_t settled() const;
   uint64_t reduced_bytes() const { return reduced_bytes_; }
   uint64_t operations() const { return done_; }
 
@@ -130,7 +128,6 @@ class ShareOwner {
   const uint64_t chunk_, window_bytes_;
   std::map<uint64_t, OwnedShare> operations_;
   std::vector<uint64_t> next_open_;  // by rank: no operation below this may be opened by it any more
-  std::vector<uint32_t> completed_;  // by rank: as last reported
   std::vector<uint64_t> held_;       // by rank: bytes here and not yet reduced, or relayed
   uint64_t reduced_bytes_ = 0, done_ = 0;
   uint64_t next_own_ = 0;  // one beyond the last operation that this rank has begun

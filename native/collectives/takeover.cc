@@ -328,7 +328,7 @@ void Takeover::begin(const Shape& shape, const std::byte* in, std::byte* out) {
   bytes_ += shape.wire_bytes();
   const ShardedAllreduce::Own own = inner_.begin(work);
   if (own.used) {
-    owner_.open_local(work->number, shape, own.bytes, own.numbers, inner_.completed());
+    owner_.open_local(work->number, shape, own.bytes, own.numbers);
   } else if (ranks_shares_[options_.rank] > 0) {
     owner_.owns_none(work->number, shape);
   }

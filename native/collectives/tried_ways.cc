@@ -92,7 +92,7 @@ Way AgreedWays::follow(const Shape& shape, uint64_t operation) const {
   return last.operation < operation ? last.next : before.next;
 }
 
-void AgreedWays::heard(const Shape& shape, uint64_t operation, uint32_t word) {
+void AgreedWays::heard(const Shape& shape, uint64_t operation, uint64_t word) {
   const std::optional<size_t> size = size_of(shape);
   if (!size || word == 0) return;
   auto& [last, before] = heard_[*size];

@@ -65,7 +65,7 @@ class AgreedWays {
 
   // Another rank begins it.
   Way follow(const Shape& shape, uint64_t operation) const;
-  void heard(const Shape& shape, uint64_t operation, uint32_t word);
+  void heard(const Shape& shape, uint64_t operation, uint64_t word);
 
  private:
   static constexpr size_t kSizes = 14;  // powers of two from kLeastTried on; the last one's are all larger ones'

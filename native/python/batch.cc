@@ -181,6 +181,7 @@ class Sampler {
     std::optional<PythonCopier> called;
     Copier* copier = nullptr;
     std::optional<BatchSampler::Begun> making = {};
+    bool finished = false;
 
     void work_in(PythonCopier::CallPython call) {
       if (called) called->work_in(std::move(call));
@@ -208,7 +209,7 @@ class Sampler {
     return begun->making ? std::move(begun) : nullptr;
   }
   static nb::object finish(Begun& begun) {
-    if (!begun.making) fail(ErrorKind::schema, "a batch is finished once");
+    if (!begun.making || begun.finished) fail(ErrorKind::schema, "a batch is finished once");
     BatchSampler::Result result;
     raising([&] {
       const Unlocked unlocked;
@@ -217,10 +218,10 @@ class Sampler {
                                               *begun.copier);
       begun.asked.weigh(result);
     });
-    begun.making.reset();
+    begun.finished = true;
     return begun.asked.result(result);
   }
-  // What was launched is handed to nobody. Nothing where it was finished, or the store was closed.
+  // The batch is handed to nobody. Nothing where the store was closed.
   static void abandon(Begun& begun) {
     if (!begun.making) return;
     const Unlocked unlocked;

@@ -46,12 +46,9 @@ class PythonGroup {
   Group& group() { return *group_; }
   const Group& group() const { return *group_; }
 
-  std::shared_ptr<Work> all_reduce(const Shape& shape, uint64_t in, uint64_t out, double timeout_s, nb::object keep,
-                                   bool soon) {
-    return start(std::move(keep), [&] {
-      return group_->all_reduce(shape, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out), timeout_s,
-                                soon);
-    });
+  std::shared_ptr<Work> all_reduce(const Shape& shape, uint64_t address, double timeout_s, nb::object keep, bool soon) {
+    void* const array = reinterpret_cast<void*>(address);
+    return start(std::move(keep), [&] { return group_->all_reduce(shape, array, array, timeout_s, soon); });
   }
 
   std::shared_ptr<Work> run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
@@ -102,7 +99,6 @@ std::unique_ptr<PythonGroup> make_group(const nb::dict& given) {
   options.shares = item(given, "shares", options.shares);
   options.ring = item(given, "ring", options.ring);
   options.outlives_reducers = item(given, "outlives_reducers", options.outlives_reducers);
-  options.reducer_patience_s = item(given, "reducer_patience_s", options.reducer_patience_s);
   options.reducer_silence_s = item(given, "reducer_silence_s", options.reducer_silence_s);
   options.secret = secret_of(given);
   options.host = item(given, "host", options.host);
@@ -152,12 +148,11 @@ std::optional<Whole> whole_from(const GivenWhole& given) {
   return Whole{count, op_from(op), dtype_from(wire), world};
 }
 
-std::shared_ptr<Work> all_reduce(PythonGroup& group, uint64_t in, uint64_t out, uint64_t count, uint32_t dtype,
-                                 uint32_t wire, uint32_t op, double timeout_s, nb::object keep, const GivenWhole& whole,
-                                 bool soon) {
+std::shared_ptr<Work> all_reduce(PythonGroup& group, uint64_t address, uint64_t count, uint32_t dtype, uint32_t wire,
+                                 uint32_t op, double timeout_s, nb::object keep, const GivenWhole& whole, bool soon) {
   Shape shape{count, dtype_from(dtype), dtype_from(wire), op_from(op), 0};
   shape.whole = whole_from(whole);
-  return group.all_reduce(shape, in, out, timeout_s, std::move(keep), soon);
+  return group.all_reduce(shape, address, timeout_s, std::move(keep), soon);
 }
 
 using Segments = std::vector<std::pair<uint64_t, uint64_t>>;  // address, elements
@@ -266,14 +261,13 @@ void bind_collectives(nb::module_& module) {
            [](PythonGroup& group, const std::vector<std::string>& addresses, double timeout_s) {
              interruptibly([&] { group.group().connect(addresses, Deadline::after(timeout_s)); });
            })
-      .def("all_reduce", &all_reduce, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+      .def("all_reduce", &all_reduce, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg("keep").none(), nb::arg("whole") = nb::none(), nb::arg("soon") = false)
       .def("run", &run, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg("keep").none(), nb::arg("whole") = nb::none(), nb::arg("soon") = false)
       .def("counts", &group_counts)
       .def("reducer_events", [](PythonGroup& group) { return group.group().reducer_events(); })
       .def("fault", [](const PythonGroup& group) { return fault_tuple(group.group().fault()); })
-      .def_prop_ro("settled", [](const PythonGroup& group) { return group.group().settled(); })
       .def("name_of", [](const PythonGroup& group, uint32_t member) { return group.group().name_of(member); })
       .def("abort",
            [](PythonGroup& group, const std::string& reason) {

@@ -190,7 +190,7 @@ uint64_t remove(Store& store, const In<uint32_t>& rows, const In<uint32_t>& gene
   return released(store, [&] { return store.remove(own_rows, view(generations)); });
 }
 
-// Which rows were counted, and of how many it was the last sample. With `places` rows are taken by the batch of a step.
+// (taken, how many are in flight now until `finished`). With `places` rows are taken by the batch of a step.
 nb::tuple count_samples(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations, uint64_t step,
                         const std::optional<In<uint32_t>>& places) {
   check_pairs(rows, generations);

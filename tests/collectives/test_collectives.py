@@ -447,41 +447,18 @@ def test_a_stopped_reducer_is_named() -> None:
     reducers[0].close()
 
 
-def test_training_goes_on_without_a_lost_reducer_from_the_same_operation() -> None:
-    reducers = [Reducer() for _ in range(2)]
-
-    def body(rank: int, group: Group) -> tuple[bool, tuple[str, ...], int]:
-        good = True
-        for step in range(30):
-            arrays = [numbers(rank + 10 * step, 20_000 + 5000 * i) for i in range(4)]
-            works = [group.all_reduce_async(array) for array in arrays]
-            if step == 10 and rank == 0:
-                reducers[0].close(0.0)
-            for i, work in enumerate(works):
-                expected = sum(
-                    (numbers(r + 10 * step, 20_000 + 5000 * i) for r in range(1, 3)),
-                    numbers(10 * step, 20_000 + 5000 * i),
-                )
-                good &= np.array_equal(work.wait(), expected)
-        return good, group.reducers, group.epoch
-
-    left = (reducers[1].address,)
-    results = run_ranks(
-        3, body, reducers=[r.address for r in reducers], shares=[0.1, 0.1, 0, 0.4, 0.4], on_reducer_loss="reform"
-    )
-    assert results == [(True, left, 1)] * 3
-    reducers[1].close()
-
-
 def test_a_reducer_can_be_taken_out_between_operations() -> None:
+    """By a group of the next epoch, over the same store and beside the same reducers."""
     reducers = [Reducer() for _ in range(2)]
+    left, store = (reducers[1].address,), MemoryStore()
 
-    def body(rank: int, group: Group) -> tuple[float, tuple[str, ...]]:
+    def body(rank: int, group: Group) -> tuple[float, tuple[str, ...], int]:
         group.all_reduce(np.ones(100_000, np.float32))
-        group.reform(without=[reducers[0].address])
-        return float(group.all_reduce(np.ones(100_000, np.float32))[5]), group.reducers
+        group.close()
+        with Group(rank, 2, store=store, reducers=left, epoch=group.epoch + 1, timeout_s=patience(20)) as following:
+            return float(following.all_reduce(np.ones(100_000, np.float32))[5]), following.reducers, following.epoch
 
-    results = run_ranks(2, body, reducers=[r.address for r in reducers])
-    assert results == [(2.0, (reducers[1].address,))] * 2
+    results = run_ranks(2, body, store=store, reducers=[r.address for r in reducers])
+    assert results == [(2.0, left, 1)] * 2
     for reducer in reducers:
         reducer.close()

@@ -370,7 +370,7 @@ def test_reading_where_nothing_can_be_read_is_refused(given: dict[str, Any]) -> 
         Group(0, 1, **given)
 
 
-@pytest.mark.parametrize("crew", [{"algorithm": "ring"}, {"shares": (1.0, 0.0)}, {"on_reducer_loss": "reform"}])
+@pytest.mark.parametrize("crew", [{"algorithm": "ring"}, {"shares": (1.0, 0.0)}])
 def test_groups_that_cannot_exchange_say_so(crew: dict[str, Any]) -> None:
     store = dist.HashStore()
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,14 @@ def steps_until(rank: Process, holds: Any) -> dict[str, Any]:
 
 
 def test_reducers_that_are_killed_one_after_the_other_cost_no_step(processes: list[Process], tmp_path: Path) -> None:
-    reducers = [reducer_process(processes) for _ in range(2)]
+    """The second one is stopped in order: it leaves its groups at the end of its grace period."""
+    reducers = [reducer_process(processes, "--grace-s", "0.2") for _ in range(2)]
     shares = [0.1, 0.1, 0.0, 0.4, 0.4]
     ranks = start(processes, tmp_path, 3, reducers=[address for _, address in reducers], shares=shares)
     for lost, (process, _) in enumerate(reducers):
         seen = steps_until(ranks[0], lambda said, lost=lost: said["lost"] == lost)
         steps_until(ranks[0], lambda said, seen=seen: said["step"] > seen["step"] + 5)
-        process.child.kill()
+        process.child.send_signal((signal.SIGKILL, signal.SIGTERM)[lost])
         steps_until(ranks[0], lambda said, lost=lost: said["lost"] == lost + 1)
     (tmp_path / "end").touch()
     for rank in ranks:
@@ -55,6 +57,63 @@ def test_reducers_that_are_killed_one_after_the_other_cost_no_step(processes: li
         assert (said["lost"], said["epoch"]) == (2, 0)
         assert said["taken_over_bytes"] > 0
         assert said["longest_s"] < patience(2.0), said
+
+
+def test_a_reducer_that_is_lost_for_good_costs_neither_time_nor_memory_over_1000_operations(
+    processes: list[Process], tmp_path: Path
+) -> None:
+    """The worker compares every sum with that in rank order, and makes five operations a step."""
+    (reducer, lost), (_, stays) = (reducer_process(processes) for _ in range(2))
+    ranks = start(processes, tmp_path, 3, reducers=[lost, stays], shares=[0.1, 0.1, 0.0, 0.4, 0.4])
+    before = [ranks[0].say() for _ in range(40)]
+    reducer.child.kill()
+    steps_until(ranks[0], lambda said: said["lost"] == 1)
+    after = [ranks[0].say() for _ in range(200)]
+    (tmp_path / "end").touch()
+    for rank in ranks:
+        said = rank.last()
+        assert said.get("done") and (said["lost"], said["epoch"]) == (1, 0), said
+    with_it, first, last = (np.median([said["took_s"] for said in of]) for of in (before[10:], after[:50], after[-50:]))
+    assert last < patience(3 * max(with_it, 0.01)) and last < patience(2 * max(first, 0.01)), (with_it, first, last)
+    grown = after[-1]["resident"] - after[20]["resident"]
+    assert grown < 4 << 20, [said["resident"] for said in after[::20]]
+
+
+def test_two_reducers_that_are_lost_in_one_operation_cost_no_bit_of_it(
+    processes: list[Process], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "geartrain")
+    reducers = [reducer_process(processes) for _ in range(3)]
+    begun = threading.Barrier(3)
+
+    def array(rank: int, operation: int) -> Any:
+        return np.random.default_rng((rank, operation)).standard_normal(1_000_000).astype(np.float32)
+
+    def body(rank: int, group: Group) -> tuple[list[bool], dict[str, Any]]:
+        same = []
+        for operation in range(3):
+            given = array(rank, operation)
+            if operation == 1 and rank == 2:  # the reducers have numbers of two ranks, and no results
+                begun.wait(patience(30))
+                for process, _ in reducers[:2]:
+                    process.child.kill()
+                for process, _ in reducers[:2]:
+                    process.child.wait()
+            work = group.all_reduce_async(given)
+            if operation == 1 and rank < 2:
+                begun.wait(patience(30))
+            expected = array(0, operation) + array(1, operation) + array(2, operation)
+            same.append(work.wait().tobytes() == expected.tobytes())
+        return same, group.counters()
+
+    options = {"shares": [0.1, 0.1, 0.1, 0.3, 0.2, 0.2], "on_reducer_loss": "continue"}
+    for result in run_ranks(3, body, begun.abort, reducers=[address for _, address in reducers], **options):
+        assert not isinstance(result, BaseException), result
+        same, counters = result
+        assert same == [True] * 3
+        assert (counters["reducer_losses"], counters["lost_reducers"]) == (2, 2)
+    lost = [record.getMessage() for record in caplog.records if "is lost (" in record.getMessage()]
+    assert len(lost) == 6 and sum("in operation 1, after 0 of" in text for text in lost) >= 4, lost
 
 
 def test_a_reducer_that_is_started_again_gets_its_share_back(processes: list[Process], tmp_path: Path) -> None:
@@ -247,6 +306,6 @@ def test_a_reducer_that_is_stopped_in_order_is_replaced_too() -> None:
     assert run_ranks(3, body, **options) == [(18.0, 1, "None")] * 3
 
 
-def test_hierarchical_groups_do_not_outlive_reducers() -> None:
-    with pytest.raises(ArgumentError, match="cannot continue without a reducer"):
-        Group(0, 1, hierarchical=True, on_reducer_loss="continue")
+def test_an_unknown_answer_to_a_lost_reducer_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ArgumentError, match="on_reducer_loss is one of 'raise', 'continue', found 'reform'"):
+        Group(0, 1, on_reducer_loss="reform")

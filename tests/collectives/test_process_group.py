@@ -393,7 +393,7 @@ def test_options_from_the_environment() -> None:
         ("GEARTRAIN_ALLREDUCE_SHARES", "half", "numbers separated by commas"),
         ("GEARTRAIN_ALLREDUCE_ALGORITHM", "tree", "shares or ring"),
         ("GEARTRAIN_ALLREDUCE_WIRE_DTYPE", "fp8", "bfloat16 or float16"),
-        ("GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS", "ignore", "raise or reform"),
+        ("GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS", "ignore", "raise or continue"),
         ("GEARTRAIN_ALLREDUCE_HIERARCHICAL", "yes", "0 or 1"),
         ("GEARTRAIN_ALLREDUCE_SPIN_US", "-1", "from 0"),
         ("GEARTRAIN_ALLREDUCE_SPIN_US", "1,2", "from 0"),
@@ -418,25 +418,27 @@ def test_a_subgroup_gets_the_numbers_of_its_ranks() -> None:
     part = options.of_ranks([1, 3], world_size=4)
     assert part.rates == (2, 4, 5, 6)
     assert part.shares == pytest.approx((1 / 3, 2 / 3, 0, 0))
-    left = part.without_reducers(["a:1"])
-    assert (left.reducers, left.rates, left.epoch) == (("b:2",), (2, 4, 6), 1)
-    assert BackendOptions(reducers=("a:1",), shares=(0, 0, 1)).without_reducers(["a:1"]).shares == "equal"
     with pytest.raises(ValueError, match="4 ranks and 2 reducers, found 3"):
         BackendOptions(reducers=("a:1", "b:2"), rates=(1, 2, 3)).of_ranks([0], 4)
 
 
-def test_reopening_needs_a_later_epoch() -> None:
-    def body(group: ProcessGroup, rank: int) -> None:
-        for epoch in (1, 2):
-            group.allreduce([t := torch.ones(10)]).wait()
-            assert t[0] == 2
-            group.reopen(BackendOptions(epoch=epoch))
-        group.allreduce([t := torch.ones(10)]).get_future().wait()
-        assert t[0] == 2
-        with pytest.raises(ValueError, match="later epoch"):
-            group.reopen(BackendOptions(epoch=2))
+def test_a_group_of_the_next_epoch_leaves_a_reducer_out() -> None:
+    from geartrain.collectives import Reducer
 
-    right(ranks(2, body))
+    store = dist.HashStore()
+    with Reducer("127.0.0.1:0") as goes, Reducer("127.0.0.1:0") as stays:
+
+        def run(rank: int) -> None:
+            for epoch, reducers in enumerate(((goes.address, stays.address), (stays.address,))):
+                options = BackendOptions(reducers=reducers, epoch=epoch)
+                group = ProcessGroup(store, rank, 2, timedelta(seconds=20), name="test", options=options)
+                group.allreduce([t := torch.ones(100_000)]).wait()
+                assert t[0] == 2
+                group.shutdown()
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(run, range(2)))
+        assert (goes.metrics()["groups_served"], stays.metrics()["groups_served"]) == (1, 2)
 
 
 def test_the_rest_of_a_broken_group_opens_anew_with_a_later_epoch_beside_the_same_reducer() -> None:

@@ -142,21 +142,20 @@ def test_a_reducer_is_lost_with_all_its_threads_and_named_once() -> None:
 
 def test_training_goes_on_without_a_lost_reducer_of_several_threads() -> None:
     reducers = [Reducer(threads=2), Reducer()]
-    left = (reducers[1].address,)
 
-    def body(rank: int, group: Group) -> tuple[bool, tuple[str, ...], int]:
+    def body(rank: int, group: Group) -> tuple[bool, int]:
         good = True
         for step in range(20):
             if step == 10 and rank == 0:
                 reducers[0].close(0.0)
             array = group.all_reduce(numbers(rank, 50_000))
             good &= np.array_equal(array, in_rank_order(2, 50_000))
-        return good, group.reducers, group.epoch
+        return good, int(group.counters()["lost_reducers"])
 
     listed = [*reducers[0].addresses, *reducers[1].addresses]
     shares = [0, 0, 0.3, 0.3, 0.4]
-    found = all_fine(run_ranks(2, body, reducers=listed, shares=shares, on_reducer_loss="reform"))
-    assert [(good, names) for good, names, _ in found] == [(True, left)] * 2
+    found = all_fine(run_ranks(2, body, reducers=listed, shares=shares, on_reducer_loss="continue"))
+    assert found == [(True, 2)] * 2  # one for each thread
     reducers[1].close()
 
 

@@ -15,7 +15,7 @@ from deadlines import patience
 from packed_rows import over_ranks
 
 import geartrain as gt
-from geartrain.errors import ArgumentError, NotEnoughRowsError
+from geartrain.errors import NotEnoughRowsError
 from geartrain.replay.distributed.packed_ranks import PackedRankRows
 from geartrain.selection import Fifo, Lifo, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
@@ -169,33 +169,13 @@ def test_kept_rows_alone_that_stop_ranks_are_named_on_all_of_them(shards: Make) 
     assert sorted(raised) == [0, 1]
 
 
-def test_rows_in_flight_end_with_the_batches_of_ranks(shards: Make) -> None:
-    for options in ({}, {"keep": "saved"}):
-        stores = shards(2)
-        for store in stores:
-            store.limiter.set(in_flight=N)
-        left: list[list[int]] = [[], []]
-
-        def look(batch: gt.Batch, stores: Any = stores, left: Any = left) -> None:
-            for store, seen in zip(stores, left, strict=True):
-                seen.append(store.limiter.state().in_flight)
-
-        over_ranks(stores, 2, Fifo(), B, look, prefetch=0, **options)
-        assert [store.limiter.state().in_flight for store in stores] == [0, 0]
-        assert all(seen == sorted(seen, reverse=True) and seen[0] >= N // 2 - B for seen in left)
-
-
-def test_limits_in_flight_of_all_shards_together_must_hold_a_batch(shards: Make) -> None:
-    stores = shards(2, finish=False)
-
-    def body(rank: ThreadRankGroup) -> None:
-        stores[rank.rank].limiter.set(in_flight=B // 2 - rank.rank)
-        with pytest.raises(ArgumentError, match=r"lets 7 rows be in flight on 2 hosts together: a batch that needs 8"):
-            gt.Replay(stores[rank.rank], Fifo(), B, group=rank)
-        stores[rank.rank].limiter.set(in_flight=B // 2)
-        gt.Replay(stores[rank.rank], Fifo(), B, group=rank).close()
-
-    run_ranks(2, body)
+def test_kept_rows_of_finished_batches_are_not_in_flight(shards: Make) -> None:
+    stores = shards(2)
+    for store in stores:
+        store.limiter.set(in_flight=N)
+    over_ranks(stores, 2, Fifo(), B, prefetch=0, keep="saved")
+    assert [store.stats()["in_flight"] for store in stores] == [0, 0]
+    assert sum(store.stats()["kept"] for store in stores) == N
 
 
 def test_a_strict_order_over_shards_waits_for_the_oldest_row_of_any_shard(shards: Make) -> None:

@@ -25,7 +25,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from segments import kill
 
 import geartrain as gt
-from geartrain.errors import FieldError, NoSpaceError, SchemaError, StaleClaimError, StaleKeyError, WaitTimeoutError
+from geartrain.errors import (
+    FieldError,
+    NoSpaceError,
+    NotEnoughRowsError,
+    SchemaError,
+    StaleClaimError,
+    StaleKeyError,
+    WaitTimeoutError,
+)
 
 FIELDS = {"id": gt.Field((), "int64"), "prompt": gt.Field(("prompt",), "int32"), "note": gt.Text()}
 TASKS = {
@@ -88,10 +96,15 @@ class Row:
     key: tuple[int, int]
     values: dict[str, Any]
     words: dict[str, Word] = field(default_factory=lambda: {task: Word() for task in WORK})
+    place: tuple[int, int] | None = None  # step and place in it, of a batch that keeps its rows
 
     @property
     def committed(self) -> bool:
         return all(self.words[task].state == "done" for task in TASKS["train"].after)
+
+    @property
+    def selectable(self) -> bool:
+        return self.committed and self.place is None
 
     def due(self, task: str) -> bool:
         before = all(self.words[each].state == "done" for each in TASKS[task].after)
@@ -607,7 +620,7 @@ class TasksModel(RuleBasedStateMachine):
             else self.new_values(data, "reward", row)["reward"]
             for row in rows
         ]
-        done = [i for i, row in enumerate(rows) if row is not None and row.words["reward"].state == "done"]
+        done = [i for i, row in enumerate(rows) if row and row.words["reward"].state == "done" and row.place is None]
         skipped: gt.Keys | None = None
         try:
             skipped = self.a_store(data).put(keys_of(keys), "reward", {"reward": each}, timeout_s=0)
@@ -630,10 +643,10 @@ class TasksModel(RuleBasedStateMachine):
         found = gt.fetch(self.stores[0], keys_of([key]), fields=["reward"], output="numpy")["reward"]
         return bool(np.array_equal(found, reward))
 
-    @precondition(lambda self: any(row.committed for row in self.rows.values()))
+    @precondition(lambda self: any(row.selectable for row in self.rows.values()))
     @rule(data=st.data(), most=st.integers(1, 4))
     def draw(self, data: st.DataObject, most: int) -> None:
-        committed = [row for row in self.rows.values() if row.committed][:most]
+        committed = [row for row in self.rows.values() if row.selectable][:most]
         if not committed:
             return
         n = len(committed)
@@ -641,6 +654,48 @@ class TasksModel(RuleBasedStateMachine):
             self.check_values(replay.sample(), committed)
         for row in committed:
             self.remove(row.key)
+
+    def kept_by(self, step: int) -> list[Row]:
+        return sorted((row for row in self.rows.values() if row.place and row.place[0] == step), key=lambda r: r.place)
+
+    @precondition(lambda self: any(row.committed for row in self.rows.values()))
+    @rule(data=st.data(), n=st.integers(1, 2), step=st.integers(0, 1), dies=st.booleans())
+    def draw_and_keep(self, data: st.DataObject, n: int, step: int, dies: bool) -> None:
+        rows = self.kept_by(step)
+        if [row.place for row in rows] != [(step, place) for place in range(n)]:
+            for row in rows:
+                row.place = None
+            rows = [row for row in self.rows.values() if row.selectable][:n]
+
+        def drawn(store: gt.Store) -> Any:
+            options: Any = {"prefetch": 0, "output": "numpy", "timeout_s": 0, "keep": "saved"}
+            with gt.Replay(store, gt.selection.Fifo(), n, **options) as replay:
+                replay.load_state_dict({**replay.state_dict(), "step": step})
+                return replay.sample()
+
+        def body(store: gt.Store) -> bytes:
+            if len(rows) == n:
+                self.check_values(drawn(store), rows)
+            else:
+                with pytest.raises((NotEnoughRowsError, WaitTimeoutError)):
+                    drawn(store)
+            return b"x"
+
+        if dies:
+            kill(self.child(body)[0])
+            self.a_store(data).reap()
+        else:
+            body(self.a_store(data))
+        for place, row in enumerate(rows if len(rows) == n else []):
+            row.place = step, place
+
+    @precondition(lambda self: any(row.place for row in self.rows.values()))
+    @rule(data=st.data(), step=st.integers(0, 1))
+    def save(self, data: st.DataObject, step: int) -> None:
+        known = [row.key for row in self.rows.values() if row.place and row.place[0] <= step]
+        assert self.a_store(data).native.free_taken(step) == len(known)
+        for key in known:
+            self.remove(key)
 
     def check_values(self, batch: Any, rows: list[Row]) -> None:
         names = [*FIELDS, *(name for task in TASKS.values() for name in task.fields)]
@@ -750,14 +805,17 @@ class TasksModel(RuleBasedStateMachine):
         assert store.audit() == []
         stats, under_way = store.stats(), sum(not row.committed for row in self.rows.values())
         assert stats["under_way"] == under_way
-        assert stats["committed"] == len(store) == len(self.rows) - under_way
+        kept = sum(row.place is not None for row in self.rows.values())
+        assert stats["committed"] == len(store) == len(self.rows) - under_way - kept
+        assert stats["kept"] == kept
         assert stats["free"] == self.capacity - len(self.rows)
         assert {name: stats[name] for name in self.counts} == self.counts
         assert (stats["revoked"], stats["free_span_bytes"]) == (0, self.space_bytes())
         expected = {}
         for task, figures in self.figures.items():
             if task == "train":
-                now = {"due": len(self.rows) - under_way, "claimed": 0, "remaining": len(self.rows)}
+                left = len(self.rows) - kept
+                now = {"due": left - under_way, "claimed": 0, "remaining": left}
             else:
                 words = [row.words[task] for row in self.rows.values()]
                 now = {
@@ -773,11 +831,16 @@ class TasksModel(RuleBasedStateMachine):
 
     @invariant()
     def the_rows_are_the_models(self) -> None:
-        committed = [row for row in self.rows.values() if row.committed]
+        committed = [row for row in self.rows.values() if row.selectable]
         keys = self.stores[1].keys()
         assert list(zip(keys.row.tolist(), keys.generation.tolist(), strict=True)) == [row.key for row in committed]
         if committed:
             self.check_values(gt.fetch(self.stores[1], keys, output="numpy"), committed)
+        for step in range(3):
+            if rows := self.kept_by(step):
+                keys = keys_of([row.key for row in rows])
+                assert self.stores[0].native.taken(step)[0].tolist() == keys.row.tolist()
+                self.check_values(gt.fetch(self.stores[0], keys, output="numpy"), rows)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), task=st.sampled_from(("answer", "think", "reward")))

@@ -49,14 +49,11 @@ def say(**words: Any) -> None:
 
 def main() -> None:
     root, rank, size, options = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-    gate = options.pop("gate", None)
     exchanges = options.pop("exchanges", False)
     steps, op_timeout_s, n = options.pop("steps"), options.pop("op_timeout_s", 20.0), options.pop("n", 200_000)
     group = Group(rank, size, store=DirectoryStore(root), **{"timeout_s": 30.0, **options})
     try:
         for step in range(steps):
-            while step == steps // 2 and gate is not None and not Path(gate).exists():
-                time.sleep(0.005)  # whoever starts the ranks has not yet done what they are to survive
             array = np.full(n, rank + step, np.float32)
             if exchanges:  # an all-reduce in two halves
                 parts = np.array_split(array, size)

@@ -6,6 +6,7 @@ It reduces random numbers, several arrays at once, and compares the sums bit by 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -37,6 +38,12 @@ class Numbers:
         return total
 
 
+def resident_bytes() -> int:
+    """Memory of this process, without what it shares with others or maps from files."""
+    total, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (total - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
 def main() -> None:
     root, rank, size, options = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
     until, lasts_s = root / "end", options.pop("lasts_s", 0.0)
@@ -55,7 +62,7 @@ def main() -> None:
             took_s.append(time.monotonic() - begin_s)
             for i, array in enumerate(arrays):
                 assert array.tobytes() == numbers.total(step, i).tobytes(), (step, i)
-            say(step=step, lost=group.counters()["lost_reducers"])
+            say(step=step, lost=group.counters()["lost_reducers"], took_s=took_s[-1], resident=resident_bytes())
             step += 1
         found = group.counters()
         say(

@@ -32,7 +32,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import geartrain_autoload
-from geartrain.collectives.torch_backend.recovery import reform
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -273,6 +272,7 @@ def again() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.FileStore(os.environ["MEET"] + "-again", size)
     sums = []
+    dist.barrier()  # a rank that destroys its group while another one still connects ends that one's Gloo
     for _ in range(3):
         dist.destroy_process_group()
         limit = timedelta(seconds=patience(20))
@@ -283,45 +283,24 @@ def again() -> None:
     say(sums=sums)
 
 
-def reformed() -> None:
+def outlives() -> None:
     """Trains, loses a reducer in the middle of a step, and ends where it would have."""
     rank, steps = dist.get_rank(), 8
     net = Net()
     model = DistributedDataParallel(net, bucket_cap_mb=0.3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    if "LIMIT_S" in os.environ:
-        dist.group.WORLD.set_timeout(timedelta(seconds=float(os.environ["LIMIT_S"])))
-    fate, how = int(os.environ.get("REDUCER_PID", "0")), int(os.environ.get("SIGNAL", "9"))
-    step, errors = 0, []
-    while step < steps:
-        if step == 3 and rank == 0 and fate:
-            net.second.weight.register_hook(lambda _: os.kill(fate, how) if not errors else None)
+    fate, how = int(os.environ["REDUCER_PID"]), int(os.environ["SIGNAL"])
+    for step in range(steps):
         x, y = batch(step, rank)
         optimizer.zero_grad()
-        try:
-            nn.functional.mse_loss(model(x), y).backward()
-        except RuntimeError as error:
-            errors.append(str(error))
-            assert len(errors) < 5, errors
-            step = reform(step, [net, optimizer], timeout_s=30)
-            model = DistributedDataParallel(net, bucket_cap_mb=0.3)
-            continue
+        loss = nn.functional.mse_loss(model(x), y)
+        kills = net.second.weight.register_hook(lambda _: os.kill(fate, how)) if step == 3 and rank == 0 else None
+        loss.backward()
+        if kills is not None:
+            kills.remove()
         optimizer.step()
-        step += 1
-    group = dist.group.WORLD
-    say(weights=checksum(net.parameters()), reference=reference(dist.get_world_size(), steps), errors=errors)
-    say(reducers=group.options.reducers, counters=group.counters(), epoch=group.options.epoch)
-
-
-def agree() -> None:
-    """Ranks that have come to different steps go on from the furthest one's."""
-    rank = dist.get_rank()
-    net = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1 * (rank + 1), momentum=0.9)
-    with torch.no_grad():
-        net.weight.fill_(rank)
-    step = reform(5 + rank % 2, [net, optimizer])
-    say(step=step, weight=net.weight[0, 0].item(), lr=optimizer.param_groups[0]["lr"])
+    lost = counters_of_world()["groups"]["cpu"]["lost_reducers"]
+    say(weights=checksum(net.parameters()), reference=reference(dist.get_world_size(), steps), lost_reducers=lost)
 
 
 def restart() -> None:
@@ -378,8 +357,7 @@ SCENARIOS = (
     victim,
     leave,
     again,
-    reformed,
-    agree,
+    outlives,
     restart,
     compiled,
     example,

@@ -32,7 +32,7 @@ std::vector<std::span<const uint8_t>> sent(std::span<const uint8_t> input, bool 
     const auto kind = static_cast<FrameKind>(header.kind);
     if (kind == FrameKind::part || kind == FrameKind::result || kind == FrameKind::ring) {
       end_part();
-      if (header.bytes != 0) parts.push_back(std::span(numbers).first(std::min(header.bytes, kChunkBytes)));
+      if (header.bytes != 0) parts.push_back(std::span(numbers).first(std::min<uint64_t>(header.bytes, kChunkBytes)));
     } else {
       at += std::min<size_t>(header.bytes, input.size() - at);
     }
@@ -176,9 +176,9 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host, public Shar
     const bool exposed = kind >= kExposed;
     const ShardedAllreduce::Own own = shares_.begin(work, exposed);
     if (asked.direct()) {
-      owner_.send_local(kind, asked, in, 0);
+      owner_.send_local(kind, asked, in);
     } else if (own.used) {
-      owner_.open_local(kind, asked, own.bytes, own.numbers, 0, exposed ? own.result : nullptr);
+      owner_.open_local(kind, asked, own.bytes, own.numbers, exposed ? own.result : nullptr);
     }
   }
   void took_exposed(const WireHeader& header, std::span<const std::byte> payload) {
@@ -187,8 +187,7 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host, public Shar
     std::memcpy(&exposed, payload.data(), sizeof exposed);
     if (exposed.bytes == 0 || shares_.declined(1, header.operation)) return;
     if (exposed.bytes > kExposedBytes) fail(ErrorKind::frame, "too much");
-    WireHeader result = frame_of(FrameKind::result, header.operation, header.offset, exposed.bytes);
-    result.settled = header.settled;
+    const WireHeader result = frame_of(FrameKind::result, header.operation, header.offset, exposed.bytes);
     const std::span<std::byte> into = shares_.exposed_room(1, result);
     const ReadExposed found = read(1, exposed.address, into);
     if (found == ReadExposed::read) shares_.took(1, result, into, true);
@@ -347,7 +346,7 @@ Input outliving(uint64_t results, uint64_t position, int turns) {
     const std::vector<uint64_t> starts = divide_array(shape.count, shape.wire, std::vector{0.25, 0.25, 0.5}, i);
     const uint64_t mine = (starts[1] - starts[0]) * bytes_of(shape.wire);
     if (starts[2] == starts[0] && mine == 0) continue;
-    const Open open = open_of(shape, mine, 0);
+    const Open open = open_of(shape, mine);
     frame(&rank, FrameKind::open, i, 0, open, sizeof open);
     for (uint64_t at = 0; at < mine; at += kChunkBytes) {
       const auto bytes = static_cast<uint32_t>(std::min<uint64_t>(kChunkBytes, mine - at));
@@ -360,7 +359,7 @@ Input outliving(uint64_t results, uint64_t position, int turns) {
     for (uint64_t number = 0; number < 3; ++number) {
       Shape shape = Outliving::shape(0);
       shape.count = 4096;
-      const Open open = open_of(shape, shape.wire_bytes() / 2, 0);
+      const Open open = open_of(shape, shape.wire_bytes() / 2);
       frame(&rank, FrameKind::open, takeover_operation(0, number), 0, open, sizeof open);
       frame(&rank, FrameKind::part, takeover_operation(0, number), 0, 0, static_cast<uint32_t>(open.share_bytes));
       frame(&rank, FrameKind::result, takeover_operation(0, number), 0, 0, static_cast<uint32_t>(open.share_bytes));
@@ -402,7 +401,7 @@ std::vector<Input> fuzz_seeds() {
   Input member = {1};
   for (uint64_t kind = 0; kind < Rank::kKinds; ++kind) {
     Open open =
-        open_of(Rank::shape(static_cast<uint32_t>(kind)), kCount * (kind < 4 || kind >= Rank::kExposed ? 2 : 4), 0);
+        open_of(Rank::shape(static_cast<uint32_t>(kind)), kCount * (kind < 4 || kind >= Rank::kExposed ? 2 : 4));
     open.reads = kind == 2;
     frame(&member, FrameKind::open, kind, 0, open, sizeof open);
     for (uint64_t at = 0; at < open.share_bytes; at += kChunkBytes) {
@@ -420,7 +419,7 @@ std::vector<Input> fuzz_seeds() {
     Input reader = {1};
     const uint64_t first = what == 3 ? 0 : Rank::kExposed;
     for (const uint64_t kind : {first, first + 1}) {
-      Open open = open_of(Rank::shape(static_cast<uint32_t>(kind)), kCount * 2, 0);
+      Open open = open_of(Rank::shape(static_cast<uint32_t>(kind)), kCount * 2);
       open.reads = 1;
       open.address = what << 56 | 4096;
       frame(&reader, FrameKind::open, kind, 0, open, sizeof open);

@@ -51,7 +51,7 @@ class Alone final : public ShareOwner::Host {
 };
 
 Open exposing(const Shape& shape, uint64_t bytes, const Array& array) {
-  Open open = open_of(shape, bytes, 0);
+  Open open = open_of(shape, bytes);
   open.reads = 1;
   open.address = reinterpret_cast<uintptr_t>(array.data());
   return open;
@@ -70,8 +70,8 @@ TEST(parts_that_a_piece_waits_for_are_reduced_in_place) {
     Alone rank(kWorld, 1);
     std::vector<Array> all;
     for (uint32_t one = 0; one < kWorld; ++one) all.push_back(numbers(one, Dtype::float32, kBytes / 4));
-    for (const uint32_t other : {0u, 2u}) rank.owner.open(other, 0, open_of(shape, kBytes, 0));
-    rank.owner.open_local(0, shape, kBytes, all[1].data(), 0);
+    for (const uint32_t other : {0u, 2u}) rank.owner.open(other, 0, open_of(shape, kBytes));
+    rank.owner.open_local(0, shape, kBytes, all[1].data());
     uint64_t at[kWorld] = {}, got = 0;
     OutFrame frame;
     while (at[0] < kBytes || at[2] < kBytes) {
@@ -112,7 +112,7 @@ TEST(an_owner_that_cannot_read_on_asks_for_parts_from_there) {
   const Array expected = reference(0, 2, sum_of(kBytes / 4));
   Alone rank;
   rank.denied_from = 4;
-  rank.owner.open_local(0, shape, kBytes, own.data(), 0, own.data());
+  rank.owner.open_local(0, shape, kBytes, own.data(), own.data());
   rank.owner.open(1, 0, exposing(shape, kBytes, theirs));
   rank.run();
   CHECK_EQ(rank.parts_from % kChunkBytes, uint64_t{0});
@@ -152,7 +152,7 @@ TEST(an_owner_that_exposes_nothing_asks_for_parts_and_reads_nothing) {
   for (const bool opened_first : {false, true}) {
     Alone rank;
     if (opened_first) rank.owner.open(1, 0, exposing(shape, kBytes, theirs));
-    rank.owner.open_local(0, shape, kBytes, own.data(), 0);
+    rank.owner.open_local(0, shape, kBytes, own.data());
     if (!opened_first) rank.owner.open(1, 0, exposing(shape, kBytes, theirs));
     CHECK_EQ(rank.times_read, uint64_t{0});
     CHECK_EQ(rank.parts_from, uint64_t{0});
@@ -173,7 +173,7 @@ TEST(an_owner_of_many_ranks_reads_no_more_than_a_turn_either) {
   const Array theirs(kBytes);
   Alone rank(kWorld);
   for (uint32_t other = 1; other < kWorld; ++other) rank.owner.open(other, 0, exposing(shape, kBytes, theirs));
-  rank.owner.open_local(0, shape, kBytes, own.data(), 0, own.data());
+  rank.owner.open_local(0, shape, kBytes, own.data(), own.data());
   int turns = 0;
   for (uint64_t before = 0; std::exchange(rank.again, false); ++turns) {
     rank.owner.go_on();
@@ -193,7 +193,7 @@ TEST(results_that_were_held_back_are_told_of_when_the_next_piece_cannot_be_read)
   const Array theirs(kBytes);
   Alone rank(kWorld);
   for (uint32_t other = 1; other < kWorld; ++other) rank.owner.open(other, 0, exposing(shape, kBytes, theirs));
-  rank.owner.open_local(0, shape, kBytes, own.data(), 0, own.data());
+  rank.owner.open_local(0, shape, kBytes, own.data(), own.data());
   rank.again = false;
   rank.owner.go_on();
   OutFrame frame;
@@ -212,7 +212,7 @@ TEST(an_array_is_served_when_the_last_has_read_it_and_not_before) {
   Array own = numbers(0, Dtype::float32, kBytes / 4), theirs = numbers(1, Dtype::float32, kBytes / 4);
   Alone rank;
   rank.owner.open(1, 0, exposing(shape, kBytes, theirs));
-  rank.owner.open_local(0, shape, kBytes, own.data(), 0, own.data());
+  rank.owner.open_local(0, shape, kBytes, own.data(), own.data());
   rank.run();
   OutFrame frame;
   uint64_t shown = 0;
@@ -260,7 +260,7 @@ TEST(broadcasts_that_were_begun_before_their_root_came_leave_nothing_behind) {
   const Shape sum{1, Dtype::float32, Dtype::float32, Op::sum, 0, Collective::all_reduce, 0};
   Alone rank(2, 1);
   const auto announce = [&](uint64_t number, const Shape& what) {
-    rank.owner.open(0, number, open_of(what, what.wire_bytes(), 0));
+    rank.owner.open(0, number, open_of(what, what.wire_bytes()));
   };
   for (uint64_t number = 0; number < kAhead; ++number) rank.owner.owns_none(number, shape);
   for (uint64_t number = 0; number < kAhead; ++number) announce(number, shape);
@@ -287,8 +287,8 @@ TEST(what_a_rank_cannot_read_is_sent_from_there_on) {
   Array numbers(kBytes);
   const Shape shape{kBytes, Dtype::uint8, Dtype::uint8, Op::sum, 0, Collective::all_gather, 0};
   Alone rank(2, 0);
-  rank.owner.send_local(0, shape, {{numbers.data(), kBytes}, {numbers.data(), kBytes}}, 0);
-  Open open = open_of(shape, kBytes, 0);
+  rank.owner.send_local(0, shape, {{numbers.data(), kBytes}, {numbers.data(), kBytes}});
+  Open open = open_of(shape, kBytes);
   open.reads = 1;
   rank.owner.open(1, 0, open);
   OutFrame frame;
@@ -324,8 +324,8 @@ TEST(a_rank_sends_no_more_than_a_window_ahead_of_what_it_gets_itself) {
   const Shape shape{2 * kBytes, Dtype::uint8, Dtype::uint8, Op::sum, 0, Collective::all_gather, 0};
   Alone rank;
   rank.arrived = 0;
-  rank.owner.send_local(0, shape, {{numbers.data(), kBytes}, {numbers.data(), kBytes}}, 0);
-  rank.owner.open(1, 0, open_of(shape, kBytes, 0));
+  rank.owner.send_local(0, shape, {{numbers.data(), kBytes}, {numbers.data(), kBytes}});
+  rank.owner.open(1, 0, open_of(shape, kBytes));
   uint64_t at = 0;
   const auto send = [&] {
     for (OutFrame frame; rank.owner.next(1, &frame);) {
@@ -351,7 +351,7 @@ TEST(a_rank_that_opens_last_finds_its_part_of_the_window_free) {
   Array numbers(kBytes);
   const Shape shape{4 * kBytes, Dtype::uint8, Dtype::uint8, Op::sum, 0, Collective::all_gather, 0};
   Alone rank(4);
-  rank.owner.send_local(0, shape, std::vector<Segment>(4, {numbers.data(), kBytes}), 0);
+  rank.owner.send_local(0, shape, std::vector<Segment>(4, {numbers.data(), kBytes}));
   uint64_t sent[4] = {};
   const auto send = [&] {
     OutFrame frame;
@@ -364,7 +364,7 @@ TEST(a_rank_that_opens_last_finds_its_part_of_the_window_free) {
     }
   };
   for (uint32_t to = 1; to < 4; ++to) {
-    rank.owner.open(to, 0, open_of(shape, kBytes, 0));
+    rank.owner.open(to, 0, open_of(shape, kBytes));
     send();
     for (uint32_t other = 1; other <= to; ++other) {
       CHECK(sent[other] > kWindow / 4 && sent[other] <= kWindow / 3 + kChunkBytes);
@@ -381,7 +381,7 @@ TEST(a_rank_that_is_late_is_sent_the_beginning_of_one_operation) {
     Alone rank;
     rank.eager = eager;
     for (const uint64_t number : {0, 1}) {
-      rank.owner.send_local(number, shape, {{numbers.data(), kBytes}, {numbers.data(), kBytes}}, 0);
+      rank.owner.send_local(number, shape, {{numbers.data(), kBytes}, {numbers.data(), kBytes}});
     }
     CHECK_EQ(rank.has_results[1], eager);
     uint64_t sent[2] = {};
@@ -394,7 +394,7 @@ TEST(a_rank_that_is_late_is_sent_the_beginning_of_one_operation) {
     send();
     CHECK(sent[0] == (eager ? kEagerBytes : 0) && sent[1] == 0);
     CHECK_THROWS(frame, rank.owner.took_taken(1, frame_of(FrameKind::taken, 0, 100, 0)));
-    rank.owner.open(1, 0, open_of(shape, kBytes, 0));
+    rank.owner.open(1, 0, open_of(shape, kBytes));
     send();
     CHECK(sent[0] > kBytes / 2 && sent[1] <= kEagerBytes);
     rank.owner.took_taken(1, frame_of(FrameKind::taken, 0, sent[0], 0));
@@ -413,8 +413,8 @@ TEST(the_first_bytes_of_a_share_are_reduced_before_its_first_chunk_is_there) {
     asked.collective = collective;
     Array own = numbers(0, Dtype::float32, kBytes / 4), theirs = numbers(1, Dtype::float32, kBytes / 4);
     Alone rank(2);
-    rank.owner.open_local(0, asked, kBytes, own.data(), 0);
-    rank.owner.open(1, 0, open_of(asked, kBytes, 0));
+    rank.owner.open_local(0, asked, kBytes, own.data());
+    rank.owner.open(1, 0, open_of(asked, kBytes));
     uint64_t at = 0, back = 0;
     for (const uint64_t bytes : {uint64_t{1000}, kFirstBytes - 1000, uint64_t{2 * kFirstBytes}, uint64_t{kFirstBytes},
                                  uint64_t{kChunkBytes}, uint64_t{1024}}) {

@@ -246,9 +246,9 @@ TEST(a_stale_row_is_ended_by_its_last_holder) {
   put(*store, kAnswer, tasks.claim(kAnswer, {})[0], kLengths, 1);
   const ClaimedRow reward = tasks.claim(kReward, {})[0], ref = tasks.claim(kRef, {})[0];
   tasks.advance(5);
-  tasks.set_limits({.in_flight = 1, .max_stale = 4});
+  tasks.set_limits({.in_flight = 1, .max_stale = 5});
   CHECK(!tasks.is_stale(reward.row));
-  tasks.set_limits({.in_flight = 1, .max_stale = 3});
+  tasks.set_limits({.in_flight = 1, .max_stale = 4});
   CHECK(put(*store, kReward, reward, kLengths, 1));
   CHECK_EQ(tasks.table().stale.load(), 0u);
   CHECK(insert(*store, 1).empty());
@@ -261,3 +261,5 @@ TEST(a_stale_row_is_ended_by_its_last_holder) {
 
 }  // namespace
 }  // namespace geartrain
+
+RUN_TESTS()

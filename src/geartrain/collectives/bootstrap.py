@@ -17,10 +17,8 @@ from geartrain.collectives.host_map import host_identity
 from geartrain.core.arguments import check_secret, check_text
 from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import (
-    CollectiveClosedError,
     GeartrainError,
     PeerLostError,
-    RankLostError,
     RanksDisagreeError,
     UnknownPeerError,
     WaitTimeoutError,
@@ -56,7 +54,6 @@ class Bootstrap:
         store: of torch's kind; None for a group of one.
         name, epoch: of the group, never the same twice on one store.
         until_s: deadline (`time.monotonic`) of every wait.
-        stopped: set when the group is closed on this rank: waits end.
 
     Attributes:
         hosts: `host_identity` of each rank, once addresses were exchanged.
@@ -70,7 +67,6 @@ class Bootstrap:
         rank: int,
         world_size: int,
         until_s: float,
-        stopped: ReentrantEvent,
     ) -> None:
         self.until_s = until_s
         self.hosts: list[str] = []
@@ -79,7 +75,6 @@ class Bootstrap:
         self._epoch = epoch
         self._rank = rank
         self._world_size = world_size
-        self._stopped = stopped
         self._whole: Bootstrap | None = None
         self._numbers: Sequence[int] = range(world_size)  # of the ranks, as all ranks are numbered
         self._directory = Directory(store, {}, prefix=f"geartrain/collectives/{name}/{epoch}")
@@ -100,7 +95,6 @@ class Bootstrap:
             list(ranks).index(self._rank),
             len(ranks),
             self.until_s,
-            self._stopped,
         )
         part._whole = self
         part._numbers = ranks
@@ -135,13 +129,11 @@ class Bootstrap:
             self.hosts.append(found["host"])
         return addresses
 
-    def all_gather(self, what: str, text: str, check: Callable[[], None] | None = None) -> list[str]:
+    def all_gather(self, what: str, text: str) -> list[str]:
         """One text from each rank, in rank order.
 
-        `check` is called again and again and raises to end the wait; by default it raises a published failure.
-
         Raises:
-            WaitTimeoutError: names the ranks that are missing.
+            WaitTimeoutError: names the ranks that are missing. A failure that another rank has published is raised too.
         """
         if self._world_size == 1:
             return [text]
@@ -154,8 +146,7 @@ class Bootstrap:
                 continue
             except UnknownPeerError:
                 pass
-            self.raise_if_stopped()
-            (check or self.raise_failure)()
+            self.raise_failure()
             if time.monotonic() > self.until_s:
                 missing = [
                     self._numbers[r]
@@ -166,7 +157,7 @@ class Bootstrap:
                     f"group {self._name!r}: {len(missing)} of {self._world_size} ranks did not join before the "
                     f"deadline: {missing}"
                 )
-            self._stopped.wait(pause_s)
+            time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return texts
 
@@ -193,12 +184,6 @@ class Bootstrap:
             if not self._directory.has(_FAILURE):
                 self._directory.put(_FAILURE, json.dumps(record))
         return error
-
-    def leave(self) -> None:
-        """Publishes that this rank has closed the group: the others do not wait for it."""
-        error = RankLostError(f"group {self._name!r}: rank {self._rank} has left the group")
-        error.ranks = (self._rank,)
-        self.fail(error)
 
     def failure(self) -> GeartrainError | None:
         """The failure that another rank has published."""
@@ -227,14 +212,9 @@ class Bootstrap:
         if error is not None:
             raise error
 
-    def raise_if_stopped(self) -> None:
-        """Raises `CollectiveClosedError` once the group was closed on this rank."""
-        if self._stopped.is_set():
-            raise CollectiveClosedError(f"group {self._name!r} was closed")
-
     @contextmanager
     def watching(self, give_up: Callable[[str], None]) -> Iterator[None]:
-        """Calls `give_up` when another rank publishes a failure, or this one is closed, during the body."""
+        """Calls `give_up` when another rank publishes a failure during the body."""
         if self._world_size == 1:
             yield
             return
@@ -243,7 +223,6 @@ class Bootstrap:
         def watch() -> None:
             while not over.wait(_LONGEST_PAUSE_S):
                 try:
-                    self.raise_if_stopped()
                     self.raise_failure()
                 except GeartrainError as error:
                     give_up(str(error))

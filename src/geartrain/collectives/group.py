@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
@@ -16,16 +15,15 @@ from geartrain.collectives.bootstrap import Bootstrap
 from geartrain.collectives.buffers import buffer_of, check_reduction
 from geartrain.collectives.exchange import Exchange, exchange_of
 from geartrain.collectives.exit import close_at_exit
-from geartrain.collectives.faults import Fault
 from geartrain.collectives.group_arguments import checked_config
 from geartrain.collectives.hierarchical_session import HierarchicalSession
 from geartrain.collectives.host_map import RingOrder
-from geartrain.collectives.session import Session, next_session
+from geartrain.collectives.session import Session
 from geartrain.collectives.shares import Owners, pick_shares
-from geartrain.collectives.work import FaultNaming, Work
-from geartrain.core.arguments import check_text, check_texts, did_you_mean, refuse_copies, timeout
+from geartrain.collectives.work import Work
+from geartrain.core.arguments import check_text, check_texts, refuse_copies, timeout
 from geartrain.core.process_report import register
-from geartrain.core.threads import DaemonThread, ReentrantEvent, held, owns, refuse_within
+from geartrain.core.threads import refuse_within
 from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError
 
 _log = logging.getLogger(__name__)
@@ -113,9 +111,9 @@ class Group:
             window_bytes: how far a rank may run ahead of its results; by default it adapts to the network.
             spin_us: how long a wait spins before it sleeps, if all ranks share memory, in microseconds. By default 50,
                 or less if others need the cores. Use 1e6 for ranks that own their cores, and 0 to never spin.
-            on_reducer_loss: what happens if a reducer dies or is silent. "raise" fails. "continue": the ranks do its
-                work until it is back, and log that; each keeps up to 16 MB of results for this. "reform": the ranks
-                bootstrap again without it and repeat operations, which keep their inputs until then.
+            on_reducer_loss: what happens if a reducer dies or is silent. "raise" ends the group. "continue": the ranks
+                do its work until it is back, and log that. Each keeps up to 16 MB of results per reducer for this, and
+                has a connection to every other rank. A hierarchical group takes "raise" only.
             reducer_silence_s: with "continue", a reducer that is waited for and sends nothing for this many seconds
                 counts as lost.
             hierarchical: all-reduce within each host first, through shared memory, and then across hosts. A host sends
@@ -159,11 +157,10 @@ class Group:
         self.timeout_s = timeout_s
         picked = pick_shares(shares, world_size, reducers, rates, algorithm)
         owners = Owners(tuple(reducers), picked, None if rates is None else tuple(rates))
-        self._lock = threading.RLock()  # of the order of calls; held while a session is replaced by the next
-        self._stopped = ReentrantEvent()
+        self._lock = threading.RLock()  # of the order of calls
         self._forks = forks()
         until_s = time.monotonic() + timeout_s
-        bootstrap = Bootstrap(config.store, name, epoch, rank, world_size, until_s, self._stopped)
+        bootstrap = Bootstrap(config.store, name, epoch, rank, world_size, until_s)
         session: Session | HierarchicalSession | None = None
         try:
             if hierarchical and world_size > 1:
@@ -264,9 +261,7 @@ class Group:
             check_reduction(op, name)
         self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
-        return self._issue(
-            Work(self.name, self._recover, address, count, dtype, wire_dtype or dtype, op, timeout_s, keep), soon
-        )
+        return self._issue(Work(self.name, address, count, dtype, wire_dtype or dtype, op, timeout_s, keep), soon)
 
     def _issue(self, work: Work, soon: bool) -> Work:
         began_s = time.perf_counter() if trace.on else 0.0
@@ -414,15 +409,14 @@ class Group:
         session = self._session
         if isinstance(session, HierarchicalSession):
             raise ArgumentError(f"a hierarchical group can only all-reduce: {exchange.collective} is refused")
-        if self.algorithm == "ring" or session.config.reissues or session.owners.reducers or min(self.shares) <= 0:
+        if self.algorithm == "ring" or session.owners.reducers or min(self.shares) <= 0:
             raise ArgumentError(
-                f"{exchange.collective} needs a group whose ranks all own a share, without reducers, "
-                f'on_reducer_loss="reform" and algorithm="ring"; this one has shares {self.shares}, '
-                f"{len(self.reducers)} reducers and algorithm {self.algorithm!r}"
+                f"{exchange.collective} needs a group whose ranks all own a share, without reducers and "
+                f'algorithm="ring"; this one has shares {self.shares}, {len(self.reducers)} reducers and '
+                f"algorithm {self.algorithm!r}"
             )
         work = Work(
             self.name,
-            self._recover,
             *(0, 0),
             exchange.dtype,
             exchange.dtype,
@@ -441,9 +435,6 @@ class Group:
         """The error to raise if the native group refuses a call because it was closed."""
         if isinstance(error, CollectiveClosedError):
             return error
-        failure = self._session.failure
-        if failure is not None and not self._stopped.is_set():
-            return failure  # the session was lost, and none followed
         return CollectiveClosedError(f"group {self.name!r} was closed")
 
     # --- the group ----------------------------------------------------------------------------------------------------
@@ -488,70 +479,6 @@ class Group:
         fault = (session := self._session).native.fault()
         return None if fault is None else session.error_of(fault)
 
-    def _recover(self, session: FaultNaming, fault: Fault) -> bool:
-        """After a fault of a session: whether operations continue in another session without the reducers at fault.
-
-        The next wait of each rank calls it, so all ranks do. Raises the errors of the next session's bootstrap.
-        """
-        refuse_within(self._lock, f"a call of group {self.name!r}")
-        with self._lock:
-            current = self._session
-            if current is not session:
-                return True
-            if isinstance(current, HierarchicalSession):
-                return False
-            if current.failure is not None:
-                raise current.failure
-            lost = current.lost_reducers(fault)
-            if not current.config.reissues or not lost:
-                return False
-            self._replace_session(current, lost)
-            return True
-
-    def _replace_session(self, current: Session, lost: tuple[str, ...]) -> None:
-        """Continues in the next session. If that fails, all waits for operations of this session get the failure."""
-        try:
-            new = next_session(current, lost, time.monotonic() + self.timeout_s, self._stopped)
-        except GeartrainError as error:
-            current.failure = error
-            raise
-        if self._stopped.is_set():
-            new.close(0.0)
-            raise CollectiveClosedError(f"group {self.name!r} was closed")
-        self._session = new  # `close` ends it, if it came meanwhile
-
-    def reform(self, without: Sequence[str] = ()) -> None:
-        """Starts the next epoch, without some reducers.
-
-        All ranks must call it at the same point of their order of calls.
-
-        Operations in progress are completed in the new epoch. `Work.wait` does all this itself when a reducer is lost.
-        Call it to take a reducer out, or to start again without lost reducers.
-
-        Args:
-            without: addresses of reducers to leave out, besides those that are lost.
-
-        Raises:
-            WaitTimeoutError: a rank did not join in time.
-            ArgumentError: the group has no such reducer, or is hierarchical.
-            CollectiveClosedError: the group was closed.
-        """
-        self._check_process()
-        if isinstance(self._session, HierarchicalSession):
-            raise ArgumentError("a hierarchical group cannot be re-formed: make another one with the next epoch")
-        unknown = set(check_texts("without", without)) - set(self.reducers)
-        if unknown:
-            raise ArgumentError(
-                f"no such reducers: {sorted(unknown)}; there are {list(self.reducers)}"
-                f"{did_you_mean(unknown, self.reducers)}"
-            )
-        refuse_within(self._lock, f"a call of group {self.name!r}")
-        with self._lock:
-            if self._stopped.is_set():
-                raise CollectiveClosedError(f"group {self.name!r} was closed")
-            assert isinstance(self._session, Session)
-            self._replace_session(self._session, tuple(without))
-
     def abort(self, reason: str) -> None:
         """Ends the group on all ranks. Their operations raise `CollectiveClosedError` with this reason.
 
@@ -572,25 +499,7 @@ class Group:
         timeout(timeout_s)
         if forks() != self._forks:
             return
-        first = not self._stopped.is_set()
-        self._stopped.set()
-        session = self._session
-        if first and session.keeps_input:
-            # For those that lose a reducer, and would wait for this rank; the store may be hanging.
-            leaving = DaemonThread(session.bootstrap.leave, "geartrain-leave")
-            with suppress(GeartrainError):  # no more threads: the connections that end tell them
-                leaving.start()
-                leaving.join(0.5)
-        session.close(timeout_s)
-        if owns(self._lock):  # a signal's handler, within a call that uses the session
-            return
-        # A thread that replaces the session notices the event, or has just installed the next one.
-        with held(self._lock, 1.0) as mine:
-            if mine:
-                if self._session is not session:
-                    self._session.close(timeout_s)
-                session.release()
-                self._session.release()
+        self._session.close(timeout_s)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copies(self, "each rank makes its own, in its process")

@@ -22,6 +22,7 @@ from geartrain.errors import ArgumentError
 
 ALGORITHMS = ("shares", "ring")
 TRANSPORTS = ("auto", "tcp")
+ON_REDUCER_LOSS = ("raise", "continue")
 MOST_SPIN_US = 1e9
 REDUCER_SILENCE_S = (0.05, 1e6)
 
@@ -48,7 +49,7 @@ def checked_config(
     hierarchical: bool,
     hosts: Sequence[Hashable] | None,
 ) -> GroupConfig:
-    """The configuration that all sessions of a `Group` share. Rank, size and store may come from `init_method`.
+    """The configuration of a `Group`. Rank, size and store may come from `init_method`.
 
     Raises:
         ArgumentError: what was given, and what is allowed.
@@ -60,7 +61,7 @@ def checked_config(
     check_text("a group's name", name)
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_choice("transport", transport, TRANSPORTS)
-    check_choice("on_reducer_loss", on_reducer_loss, ("continue", "reform", "raise"))
+    check_choice("on_reducer_loss", on_reducer_loss, ON_REDUCER_LOSS)
     least_s, most_s = REDUCER_SILENCE_S
     reducer_silence_s = check_real("reducer_silence_s", reducer_silence_s)
     if not least_s <= reducer_silence_s <= most_s:
@@ -93,7 +94,10 @@ def checked_config(
             f"hosts is a name for each of {world_size} ranks of a hierarchical group, found {shown(hosts)}"
         )
     if hierarchical and on_reducer_loss != "raise":
-        raise ArgumentError('a hierarchical group cannot continue without a reducer: use on_reducer_loss="raise"')
+        raise ArgumentError(
+            'on_reducer_loss="continue" needs connections between all ranks, which a hierarchical group has not: use '
+            'on_reducer_loss="raise" or hierarchical=False'
+        )
     options: dict[str, Any] = {
         "rank": rank,
         "world_size": world_size,
@@ -111,8 +115,7 @@ def checked_config(
         options["spin_us"] = spin_us
     if window_bytes is not None:
         options["fixed_window_bytes"] = window_bytes
-    reissues = on_reducer_loss == "reform" and world_size > 1
-    return GroupConfig(name, rank, world_size, store, algorithm, reissues, options)
+    return GroupConfig(name, rank, world_size, store, algorithm, options)
 
 
 def _are_names(hosts: object) -> bool:

@@ -37,7 +37,7 @@ from geartrain.collectives.hierarchical_stages import GroupPart, HostStages
 from geartrain.collectives.host_map import HostMap
 from geartrain.collectives.session import GroupConfig, Session
 from geartrain.collectives.shares import Owners, pick_shares
-from geartrain.collectives.work import Issue, Work
+from geartrain.collectives.work import Work
 from geartrain.errors import ArgumentError, CollectiveClosedError, GeartrainError
 
 _log = logging.getLogger(__name__)
@@ -64,8 +64,6 @@ class HierarchicalSession:
         WaitTimeoutError, RanksDisagreeError, UntrustedPeerError: as `Group`; the same on all ranks.
     """
 
-    keeps_input = False
-
     def __init__(
         self,
         config: GroupConfig,
@@ -79,7 +77,6 @@ class HierarchicalSession:
         self.config = config
         self.epoch = epoch
         self.bootstrap = bootstrap
-        self.failure: GeartrainError | None = None
         self._next = 0
         settings = {
             "world_size": config.world_size,
@@ -155,7 +152,7 @@ class HierarchicalSession:
         rank, n = list(ranks).index(self.config.rank), len(ranks)
         algorithm = "shares" if owners is None else self.config.algorithm
         native = {**self.config.native, "rank": rank, "world_size": n, "ring": algorithm == "ring"}
-        config = GroupConfig(f"{self.config.name}/{name}", rank, n, self.config.store, algorithm, False, native)
+        config = GroupConfig(f"{self.config.name}/{name}", rank, n, self.config.store, algorithm, native)
         found = owners or Owners((), (1.0 / n,) * n)
         bootstrap = self.bootstrap.part(name, ranks)
         return GroupPart(Session(config, self.epoch, found, bootstrap, elsewhere=self._elsewhere), ranks)
@@ -174,7 +171,7 @@ class HierarchicalSession:
             raise ArgumentError(f"{work.dtype} cannot be sent as {work.wire_dtype}")
         if self.native.ended:
             raise CollectiveClosedError(f"group {self.config.name!r} was closed")
-        work.issue = Issue(self, self._next, self.native.begin(work), None)
+        work.begin(self, self._next, self.native.begin(work))
         self._next += 1
 
     @property
@@ -193,6 +190,3 @@ class HierarchicalSession:
     def close(self, timeout_s: float) -> None:
         """Leaves, after sending the data that other members still need, for up to `timeout_s`."""
         self.native.close(timeout_s)
-
-    def release(self) -> None:
-        """Nothing is kept for other ranks."""

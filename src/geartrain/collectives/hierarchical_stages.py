@@ -227,7 +227,6 @@ class HostStages:
             self._divide(address, mine, operation)
         piece.second = self.across.native.all_reduce(
             address,
-            address,
             mine,
             DTYPE_CODES[operation.dtype],
             DTYPE_CODES[operation.wire],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import geartrain._native as _native
@@ -23,23 +23,6 @@ class Owners:
     reducers: tuple[str, ...]
     shares: tuple[float, ...]
     rates: tuple[float, ...] | None = None
-
-    def without(self, lost: Collection[str], algorithm: str) -> Owners:
-        """The remaining owners, without some reducers.
-
-        Shares are planned again where rates are known; otherwise the old ones are scaled to sum 1.
-        """
-        ranks = len(self.shares) - len(self.reducers)
-        kept = [i for i, reducer in enumerate(self.reducers) if reducer not in lost]
-        reducers = tuple(self.reducers[i] for i in kept)
-        if self.rates is not None:
-            rates = (*self.rates[:ranks], *(self.rates[ranks + i] for i in kept))
-            return Owners(reducers, pick_shares("auto", ranks, reducers, rates, algorithm), rates)
-        shares = [*self.shares[:ranks], *(self.shares[ranks + i] for i in kept)]
-        total = sum(shares)
-        if total <= 0:
-            return Owners(reducers, pick_shares("equal", ranks, reducers, None, algorithm))
-        return Owners(reducers, tuple(share / total for share in shares))
 
 
 def _numbers(what: str, values: Sequence[float]) -> list[float]:

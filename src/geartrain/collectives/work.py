@@ -1,12 +1,9 @@
-"""`Work`: the handle of an operation in progress. It stays valid when its group continues in another epoch."""
+"""`Work`: the handle of an operation in progress."""
 
 from __future__ import annotations
 
-import ctypes
-import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import geartrain.core.trace as trace
 from geartrain._native import forks
@@ -15,10 +12,6 @@ from geartrain.collectives.exchange import Exchange
 from geartrain.collectives.faults import Fault
 from geartrain.core.arguments import refuse_copies, timeout
 from geartrain.errors import CollectiveClosedError, CollectiveTimeoutError, GeartrainError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 class FaultNaming(Protocol):
@@ -45,51 +38,27 @@ class Pending(Protocol):
         ...
 
 
-class Issue:
-    """One issue of an operation to the native group of one session.
-
-    Args:
-        session: which was given it.
-        number: its place in the session's order of operations, the same on all ranks.
-        native: the handle.
-        result: (nbytes,) uint8, where the result goes when the input has to stay; None when it goes into the array.
-    """
-
-    __slots__ = ("native", "number", "result", "session")
-
-    def __init__(self, session: FaultNaming, number: int, native: Pending, result: NDArray[np.uint8] | None) -> None:
-        self.session = session
-        self.number = number
-        self.native = native
-        self.result = result
-
-    def succeeded(self) -> bool:
-        """Whether its result is complete on this rank."""
-        return self.native.done() and self.native.fault() is None
-
-
 class Work:
     """An operation in progress. Its arrays belong to the group until it is done.
 
-    `Group.all_reduce_async` and its siblings return it. If a reducer is lost and the group continues, the operation is
-    repeated and the handle stays valid.
+    `Group.all_reduce_async` and its siblings return it.
 
     Args:
-        name, recover, address, count, dtype, wire_dtype, op, timeout_s, array, exchange: set by the group, which makes
+        name, address, count, dtype, wire_dtype, op, timeout_s, array, exchange: set by the group, which makes
             the object.
     """
 
     __slots__ = (
         "_complete",
         "_forks",
-        "_lock",
-        "_recover",
+        "_native",
+        "_number",
+        "_session",
         "address",
         "array",
         "count",
         "dtype",
         "exchange",
-        "issue",
         "name",
         "op",
         "timeout_s",
@@ -100,7 +69,6 @@ class Work:
     def __init__(
         self,
         name: str,
-        recover: Callable[[FaultNaming, Fault], bool],
         address: int,
         count: int,
         dtype: str,
@@ -119,10 +87,10 @@ class Work:
         self.timeout_s = timeout_s
         self.array = array
         self.exchange = exchange  # None: an all-reduce
-        self.issue: Issue | None = None  # set by the session that issues it
+        self._session: FaultNaming | None = None  # set by `begin`, with the operation's number there and its handle
+        self._number = 0
+        self._native: Pending | None = None
         self.trace_arrow: str | None = None  # of a trace, which ends where the result is waited for
-        self._recover = recover
-        self._lock = threading.RLock()  # a signal's handler may ask in between
         self._forks = forks()
         self._complete = False
 
@@ -140,21 +108,22 @@ class Work:
         collective = "all-reduce" if self.exchange is None else self.exchange.collective.replace("_", "-")
         return f"{collective} of {self.name}"
 
+    def begin(self, session: FaultNaming, number: int, native: Pending) -> None:
+        """Internal: called by the session that began it, as the operation of that number."""
+        self._session, self._number, self._native = session, number, native
+
     def done(self) -> bool:
         """Whether it has ended, with a result or an error. Returns at once."""
-        issue = self.issue
-        if self._complete or issue is None or forks() != self._forks:
+        native = self._native
+        if self._complete or native is None or forks() != self._forks:
             return self._complete
-        if not issue.native.done():
+        if not native.done():
             return False
-        if issue.native.fault() is None:
-            self.complete(issue)
+        self._complete = native.fault() is None
         return True
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """Waits for the result, and returns the array or the outputs.
-
-        If a reducer is lost and the group continues without it (`on_reducer_loss`), so does the operation.
 
         Args:
             timeout_s: longest wait, in seconds. The operation has a deadline of its own, counted from its call; a
@@ -170,18 +139,18 @@ class Work:
         # The operation's own deadline ends it; what is added covers the event loop's time to report that.
         limit_s = self.timeout_s + 5.0 if timeout_s is None else timeout(timeout_s)
         began_s = 0.0 if self.trace_arrow is None else time.perf_counter()
-        while not self._complete:
+        if not self._complete:
             if forks() != self._forks:
                 raise CollectiveClosedError("this operation belongs to the process that this one was forked from")
-            issue = self.issue
-            assert issue is not None
-            if not issue.native.wait(limit_s):
+            session, native = self._session, self._native
+            assert session is not None
+            assert native is not None
+            if not native.wait(limit_s):
                 raise CollectiveTimeoutError(f"group {self.name!r}: the operation is not complete after {limit_s} s")
-            fault = issue.native.fault()
-            if fault is None:
-                self.complete(issue)
-            elif not self._recover(issue.session, fault):
-                raise issue.session.error_of(fault)
+            fault = native.fault()
+            if fault is not None:
+                raise session.error_of(fault)
+            self._complete = True
         if self.trace_arrow is not None:
             arrow, self.trace_arrow = self.trace_arrow, None
             trace.slice_of(f"wait for {self.what}", "collective", began_s, time.perf_counter(), flow_in=arrow)
@@ -189,23 +158,15 @@ class Work:
 
     def trace_begin(self, session: str, rank: int, world_size: int, began_s: float) -> None:
         """Internal: traces that this rank began it, in a session of that name."""
-        assert self.issue is not None
-        number, ended_s = self.issue.number, time.perf_counter()
+        number, ended_s = self._number, time.perf_counter()
         self.trace_arrow, ahead = (f"{session}/{number}/{(rank + n) % world_size}" for n in (0, 1))
         more: dict[str, Any] = {"rank": rank, "number": number, "bytes": self.nbytes, "op": self.op}
         trace.slice_of(f"begin {self.what}", "collective", began_s, ended_s, flow_out=ahead, **more)
 
     def error(self) -> GeartrainError | None:
         """Error that it ended with; None if it succeeded, or has not ended."""
-        issue = self.issue
-        if self._complete or issue is None or forks() != self._forks or not issue.native.done():
+        session, native = self._session, self._native
+        if self._complete or session is None or native is None or forks() != self._forks or not native.done():
             return None
-        fault = issue.native.fault()
-        return None if fault is None else issue.session.error_of(fault)
-
-    def complete(self, issue: Issue) -> None:
-        """Internal: marks it as complete, after copying a result that was kept apart into the array."""
-        with self._lock:
-            if not self._complete and issue.result is not None:
-                ctypes.memmove(self.address, issue.result.ctypes.data, self.nbytes)
-            self._complete = True
+        fault = native.fault()
+        return None if fault is None else session.error_of(fault)

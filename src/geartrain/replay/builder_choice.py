@@ -19,7 +19,7 @@ from geartrain.replay.epochs import check_epochs
 from geartrain.replay.groups import check_grouping, device_for
 from geartrain.replay.kept_rows import check_keep
 from geartrain.replay.local_rows import LocalRows
-from geartrain.replay.packed_batch import check_packed
+from geartrain.replay.packed_batch import check_in_flight, check_packed
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.step_priorities import check_step_priorities
 from geartrain.replay.windows import as_windows
@@ -45,7 +45,7 @@ def open_builder(
     if config.transform is not None and config.device is not None:
         raise ArgumentError("transforms are of batches in host memory: leave out device")
     check_keep(config.keep, stores, selection, config.batch_size)
-    packed = check_packed(stores, selection, config, of_mesh=mesh is not None, of_group=group is not None)
+    packed = check_packed(stores, selection, config, mesh is not None)
     of_job = group is not None or mesh is not None or config.update_lag is not None
     check_epochs(
         stores,
@@ -62,6 +62,8 @@ def open_builder(
         return make_samplers(stores, selection, config)
 
     def local(samplers: list[StoreSampler], lag: int | None, group: RankGroup | None) -> HostBatchBuilder:
+        if packed:
+            check_in_flight([store.limiter.state().most_in_flight for store in stores], config)
         rows = LocalRows(samplers, selection, config.batch_size, lag, config.extra_lag, group)
         return HostBatchBuilder(rows, config.transform)
 

@@ -98,8 +98,8 @@ class MiniBatch(SelectedFields):
         """How many there are in the mini-batch over all ranks. No messages are sent.
 
         Args:
-            name: a bool field of one flag an item: the items that are True, such as the tokens that a loss counts; an
-                axis: its items; "rows": rows. A field goes before an axis of the same name, and an axis before "rows".
+            name: a bool field with an axis: its items that are True, such as the tokens that a loss counts; an axis:
+                its items; "rows": rows. A field goes before an axis of the same name, and an axis before "rows".
 
         Raises:
             FieldError: the batch knows no total of that name.
@@ -151,7 +151,8 @@ class MiniBatch(SelectedFields):
         row_of, costs = self._all_sequences(axes, by)
         chosen = self._member[row_of]
         rank = known.rank[row_of]
-        number = max(len(_packed(_longest_first(costs[chosen & (rank == r)])[1], most)) for r in range(known.replicas))
+        packed = [_packed(_longest_first(costs[chosen & (rank == r)])[1], most) for r in range(known.replicas)]
+        number = max(map(len, packed))
 
         # From here on this rank's sequences, in the order of its batch.
         counts = np.bincount(row_of, minlength=len(known))
@@ -165,7 +166,7 @@ class MiniBatch(SelectedFields):
                 stacklevel=2,
             )
         order, sorted_costs = _longest_first(own[among])
-        bins = [np.sort(among[order[each]]) for each in _balanced(sorted_costs, number, most)]
+        bins = [np.sort(among[order[each]]) for each in _balanced(sorted_costs, number, most, packed[known.me])]
         return self._micro_batches(axes, by, bins, _stand_in(own, among), number)
 
     def _micro_batches(
@@ -284,9 +285,11 @@ def _longest_first(costs: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[in
 
 
 def _packed(costs: list[int], most: int) -> list[list[int]]:
-    """Bins of numbers of costs, which are given in descending order, by best fit: about as few as possible.
+    """About as few bins as possible, by best fit: each cost to the bin that has least room for it.
 
-    A cost above `most` has a bin for itself.
+    Args:
+        costs: in descending order.
+        most: largest sum of a bin of two or more.
     """
     bins: list[list[int]] = []
     room: list[int] = []  # what is left in each bin, ascending, with the bin's number below
@@ -304,13 +307,14 @@ def _packed(costs: list[int], most: int) -> list[list[int]]:
     return bins
 
 
-def _balanced(costs: list[int], number: int, most: int) -> list[list[int]]:
-    """`number` bins of about equal costs, or fewer if there are fewer costs; each with at most `most`, as `_packed`.
+def _balanced(costs: list[int], number: int, most: int, packed: list[list[int]]) -> list[list[int]]:
+    """So many bins of about equal costs: each cost to the bin that has least. Fewer bins if there are fewer costs.
 
     Args:
         costs: in descending order.
-        number: at least as many as `_packed` needs.
+        number: how many bins, at least as many as there are in `packed`.
         most: largest sum of a bin of two or more.
+        packed: bins that hold to it. They are split if costs are too tight to be balanced.
     """
     number = min(number, len(costs))
     bins = [[i] for i in range(number)]
@@ -325,7 +329,7 @@ def _balanced(costs: list[int], number: int, most: int) -> list[list[int]]:
         heapq.heapreplace(loads, least)
     else:
         return bins
-    bins = _packed(costs, most)  # tighter
+    bins = list(packed)
     while len(bins) < number:
         fullest = max(range(len(bins)), key=lambda each: len(bins[each]))
         bins.append(bins[fullest][1::2])

@@ -239,31 +239,16 @@ def sampled_packed(
     of_job: bool = False,
 ) -> PackedBatch:
     """The batch of a replay's step; `of_job`: it is a global one, of one rank."""
-    keys = keys_of(rows, [store_id])
-    keys = _of_job(keys) if of_job else keys
-    weights = rows.importance_weights()
     return packed_batch(
         reader,
         output,
         found,
-        keys,
+        _numbered(keys_of(rows, [store_id]), store_id, of_job),
         found.versions(),
         probability=rows.probability(),
-        importance_weights=weights,
+        importance_weights=rows.importance_weights(),
         step=step,
     )
-
-
-def _of_job(keys: Keys) -> Keys:
-    """The keys of a global batch that one rank has all of."""
-    n = len(keys)
-    assert isinstance(keys.store, int)
-    return Keys.of_rows(keys.row, keys.generation, keys.store, shard=np.zeros(n, np.uint16), draw=np.arange(n))
-
-
-def repeated_probability(form: str) -> float:
-    """The probability of rows that are drawn again, by the form of the strategy: 1 in an order, else not known, NaN."""
-    return 1.0 if form in ORDERS else np.nan
 
 
 def repeated_packed(
@@ -271,6 +256,7 @@ def repeated_packed(
     output: str,
     found: _native.PackedArrays,
     keys: Keys,
+    store_id: int,
     step: int,
     form: str,
     *,
@@ -278,8 +264,23 @@ def repeated_packed(
 ) -> PackedBatch:
     """The batch of a replay's step that is drawn again; see `sampled_packed`."""
     probability = np.full(len(keys), repeated_probability(form))
-    keys = _of_job(keys) if of_job else keys
-    return packed_batch(reader, output, found, keys, found.versions(), probability=probability, step=step)
+    return packed_batch(
+        reader, output, found, _numbered(keys, store_id, of_job), found.versions(), probability=probability, step=step
+    )
+
+
+def repeated_probability(form: str) -> float:
+    """The probability of rows that are drawn again, by the form of the strategy: 1 in an order, else not known, NaN."""
+    return 1.0 if form in ORDERS else np.nan
+
+
+def _numbered(keys: Keys, store_id: int, of_job: bool) -> Keys:
+    """Keys of a batch; those of a global one, of one rank, have draw numbers."""
+    if not of_job:
+        return keys
+    n = len(keys)
+    shard, draw = np.zeros(n, np.uint16), np.arange(n)
+    return Keys.of_rows(keys.row, keys.generation, store_id, shard=shard, draw=draw)
 
 
 def fetch_packed(
@@ -314,9 +315,7 @@ def fetch_packed(
         keys = keys[np.flatnonzero(torn == 0)]
 
 
-def check_packed(
-    stores: Sequence[Store], selection: Selection, config: ReplayConfig, *, of_mesh: bool, of_group: bool
-) -> bool:
+def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayConfig, of_mesh: bool) -> bool:
     """Whether the batches of a replay are packed ones. Raises `ArgumentError` for what such stores do not have."""
     if all(store.plan is None for store in stores):
         if config.balance is not None:
@@ -349,20 +348,20 @@ def check_packed(
     over_steps = isinstance(selection, Epochs) and selection.over == "steps"
     if over_steps or any(traits_of(each).over_steps for each in strategies_of(selection)):
         raise ArgumentError(f"{what}: its rows have no steps, so that rows must be drawn; found {selection!r}")
-    if not of_group:
-        check_in_flight([store.limiter.state().most_in_flight for store in stores], config)
     return True
 
 
-def check_in_flight(limits: Sequence[int | None], config: ReplayConfig) -> None:
-    """Raises `ArgumentError` where the limits of all shards together let no batch be drawn; None: one has no limit."""
-    rows = max(config.batch_size, config.min_rows or 0)
-    known = [limit for limit in limits if limit is not None]
-    if len(known) == len(limits) and sum(known) < rows:
-        of_shards = f" on {len(known)} hosts together" if len(known) > 1 else ""
+def check_in_flight(most: Sequence[int | None], config: ReplayConfig) -> None:
+    """Raises `ArgumentError` where fewer rows than a batch needs may be in flight.
+
+    Args:
+        most: as the limiter of each shard allows.
+    """
+    limits, rows = [each for each in most if each is not None], max(config.batch_size, config.min_rows or 0)
+    if len(limits) == len(most) and sum(limits) < rows:
         raise ArgumentError(
-            f"the store's limiter lets {sum(known)} rows be in flight{of_shards}: a batch that needs {rows} would "
-            f"never be drawn. Raise store.limiter.set(in_flight=)"
+            f"the store's limiter lets {sum(limits)} rows be in flight, and a batch that needs {rows} would never be "
+            f"drawn: raise limiter.set(in_flight=)"
         )
 
 

@@ -130,6 +130,7 @@ class StoreSampler(StoreWaits):
         self.traits = traits_of(strategy)
         self.strict = self.traits.strict
         self.redrawn = 0
+        self._used_up = 0  # last samples that were counted and not noted
         self.priority_copy: PriorityCopy | None = None
         self.alpha = alpha_at(strategy, 0)
         # Of a strategy that has its own traits at hand, and cannot change them.
@@ -616,19 +617,25 @@ class StoreSampler(StoreWaits):
 
     def count_samples(
         self, rows: NDArray[np.uint32], generations: NDArray[np.uint32], step: int, places: NDArray[np.uint32]
-    ) -> tuple[NDArray[np.bool_], int]:
+    ) -> NDArray[np.bool_]:
         """Counts the draws of a step, which have these places in its batch.
 
         Returns:
-            False for each row whose last allowed sample was drawn elsewhere first, and how many of the rows these draws
-            have used up.
+            False for each row whose last allowed sample was drawn elsewhere first.
         """
         native = self.plan.store.native
         if self.kept is not None:
             taken, used_up = native.count_samples(rows, generations, step, places)
         else:
             taken, used_up = native.count_samples(rows, generations)
-        return taken != 0 if self.limited else np.ones(len(rows), bool), used_up
+        self._used_up += used_up
+        return taken != 0 if self.limited else np.ones(len(rows), bool)
+
+    def note_used_up(self, admission: Admission) -> None:
+        """Adds the rows whose last samples were counted to what a batch has in flight."""
+        used_up, self._used_up = self._used_up, 0
+        if used_up:
+            admission.used_up[self] = admission.used_up.get(self, 0) + used_up
 
     def release(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> None:
         """Releases rows whose last allowed samples these were, once they are copied."""

@@ -391,11 +391,6 @@ def broadcast(tools: Tools) -> Door:
     return alone(tools).broadcast, {"array": np.ones(8), "root": 0}
 
 
-@door("Group.reform")
-def reform(tools: Tools) -> Door:
-    return alone(tools).reform, {"without": ()}
-
-
 @door("Group.close")
 def group_close(tools: Tools) -> Door:
     return alone(tools).close, {"timeout_s": SHORT_S}

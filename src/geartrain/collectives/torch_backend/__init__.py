@@ -1,4 +1,4 @@
-"""`torch.distributed` backend "geartrain": process group, options, GPU staging, recovery from lost reducers."""
+"""`torch.distributed` backend "geartrain": process group, options, GPU staging."""
 
 from geartrain.core.extras import require_torch
 

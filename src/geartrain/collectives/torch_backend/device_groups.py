@@ -51,7 +51,6 @@ class DeviceGroups:
         self._stagings: dict[torch.device, Staging] = {}
         self._places: dict[torch.device, str] = {}
         self._tried: set[str] = set()  # Groups that were opened, or could not be
-        self._unreachable: set[str] = set()
         self._closed = False
 
     # --- operations ---------------------------------------------------------------------------------------------------
@@ -66,8 +65,7 @@ class DeviceGroups:
     def of_ranks(self) -> Any:
         """The Group whose ranks all own a share, for every other collective."""
         o = self.options
-        plain = not o.reducers and isinstance(o.shares, str) and o.rates is None and o.on_reducer_loss == "raise"
-        plain = plain and not o.hierarchical
+        plain = not o.reducers and isinstance(o.shares, str) and o.rates is None and not o.hierarchical
         return self._group("cpu" if plain else "cpu/ranks")
 
     def staging(self, device: torch.device) -> Staging:
@@ -119,7 +117,7 @@ class DeviceGroups:
 
         o = self.options
         if where == "cpu/ranks":
-            o = replace(o, reducers=(), shares="equal", rates=None, on_reducer_loss="raise", hierarchical=False)
+            o = replace(o, reducers=(), shares="equal", rates=None, hierarchical=False)
         try:
             return Group(
                 self._rank,
@@ -141,7 +139,6 @@ class DeviceGroups:
         except GeartrainError as error:
             if self._closed:
                 raise self._refusal() from error
-            self._unreachable |= {address for address in o.reducers if address in str(error)}
             raise
 
     def _abort(self, where: str, reason: str) -> None:
@@ -150,12 +147,6 @@ class DeviceGroups:
         with suppress(Exception):  # closed; or the others do not come
             if group is not None or not tried:  # the others may wait for this rank to connect
                 (group or self._group(where)).abort(reason)
-
-    def blamed(self) -> set[str]:
-        """Reducers named by failures: lost, too slow for a deadline, or unreachable."""
-        with self._lock:
-            errors = [group.error() for group in self._groups.values()]
-        return self._unreachable.union(*(getattr(error, "reducers", ()) for error in errors))
 
     def counters(self) -> dict[str, dict[str, Any]]:
         """Of each Group, its counters."""
@@ -179,7 +170,6 @@ class DeviceGroups:
         with self._lock:
             groups, self._groups = self._groups, {}
             stagings, self._stagings = self._stagings, {}
-            self._tried = set()
         for group in groups.values() if reason is not None else ():
             group.abort(reason)
         for staging in stagings.values():
@@ -187,8 +177,3 @@ class DeviceGroups:
         drain()
         for group in groups.values():
             group.close()
-
-    def reopen(self, options: BackendOptions) -> None:
-        """Makes Groups with these options from now on; after `disconnect`."""
-        self.options = options
-        self._unreachable = set()

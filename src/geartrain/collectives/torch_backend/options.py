@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from geartrain.collectives.group_arguments import MOST_SPIN_US, REDUCER_SILENCE_S
+from geartrain.collectives.group_arguments import MOST_SPIN_US, ON_REDUCER_LOSS, REDUCER_SILENCE_S
 
 BITS = {"": 8.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -27,8 +27,8 @@ class BackendOptions:
         wire_dtype: "bfloat16" or "float16" to send float32 tensors with fewer bytes; None sends float32.
         secret: ranks and reducers prove to each other that they know it.
         epoch: number of this incarnation; connections of an earlier one are refused.
-        on_reducer_loss: "raise"; "continue": the ranks do the work of a reducer that died or is silent; "reform": they
-            bootstrap again without it.
+        on_reducer_loss: "raise", or "continue": the ranks do the work of a reducer that died or is silent. "continue"
+            needs connections between all ranks.
         reducer_silence_s: with "continue", a reducer that is waited for and silent for this many seconds counts as
             lost.
         hierarchical: reduce within each host first, and then across hosts.
@@ -81,15 +81,17 @@ class BackendOptions:
         if wire not in (None, "bfloat16", "float16"):
             raise ValueError(f"GEARTRAIN_ALLREDUCE_WIRE_DTYPE is bfloat16 or float16, found {wire!r}")
         on_loss = env.get("GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS", "raise")
-        if on_loss not in ("raise", "continue", "reform"):
-            raise ValueError(f"GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS is raise or reform or continue, found {on_loss!r}")
+        if on_loss not in ON_REDUCER_LOSS:
+            raise ValueError(
+                f"GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS is {' or '.join(ON_REDUCER_LOSS)}, found {on_loss!r}"
+            )
         hierarchical = env.get("GEARTRAIN_ALLREDUCE_HIERARCHICAL", "0") or "0"
         if hierarchical not in ("0", "1"):
             raise ValueError(f"GEARTRAIN_ALLREDUCE_HIERARCHICAL is 0 or 1, found {hierarchical!r}")
         if hierarchical == "1" and on_loss != "raise":
             raise ValueError(
-                "GEARTRAIN_ALLREDUCE_HIERARCHICAL=1 goes with GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS=raise, found "
-                f"{on_loss!r}"
+                "GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS=continue needs connections between all ranks, which "
+                "GEARTRAIN_ALLREDUCE_HIERARCHICAL=1 has not: use one of them"
             )
         spin = env.get("GEARTRAIN_ALLREDUCE_SPIN_US", "").strip()
         spin_us = _numbers("GEARTRAIN_ALLREDUCE_SPIN_US", spin, {"": 1.0}) if spin else ()
@@ -131,27 +133,6 @@ class BackendOptions:
             self,
             shares=self.shares if isinstance(self.shares, str) else _shares(self._pick("shares", ranks, world_size)),
             rates=None if self.rates is None else self._pick("rates", ranks, world_size),
-        )
-
-    def without_reducers(self, lost: Sequence[str]) -> BackendOptions:
-        """Options of the next epoch, without some reducers; for shares and rates of a group's own ranks.
-
-        Args:
-            lost: addresses of the reducers.
-        """
-        kept = [i for i, address in enumerate(self.reducers) if address not in lost]
-        n = len(self.reducers)
-
-        def remaining(numbers: tuple[float, ...]) -> tuple[float, ...]:
-            ranks, reducers = numbers[: len(numbers) - n], numbers[len(numbers) - n :]
-            return (*ranks, *(reducers[i] for i in kept))
-
-        return replace(
-            self,
-            reducers=tuple(self.reducers[i] for i in kept),
-            shares=self.shares if isinstance(self.shares, str) else _shares(remaining(self.shares)),
-            rates=None if self.rates is None else remaining(self.rates),
-            epoch=self.epoch + 1,
         )
 
     def wire_dtype_of(self, dtype: torch.dtype) -> str | None:

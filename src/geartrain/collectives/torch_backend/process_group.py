@@ -76,10 +76,10 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         options = options or BackendOptions()
-        # A job that destroys its groups and makes them again has the same store and the same names. What ranks leave in
-        # it is told apart by how often each has made this group.
+        # A job that destroys its groups and makes them again has the same store and the same names. The epoch, and how
+        # often each rank has made this group in it, tell apart what ranks leave there.
         counts, made = store, f"made/{options.epoch}/{rank}"
-        self._store = store = dist.PrefixStore(f"{counts.add(made, 1)}/", counts)  # type: ignore[attr-defined]
+        self._store = store = dist.PrefixStore(f"{options.epoch}/{counts.add(made, 1)}/", counts)  # type: ignore[attr-defined]
         self._name = name
         self._groups = DeviceGroups(store, rank, size, name, timeout.total_seconds(), options)
         self._finisher = Finisher(f"geartrain-{name}")
@@ -117,7 +117,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def options(self) -> BackendOptions:
-        """Of the connections there are, or that are made next; see `reopen`."""
+        """Options of the groups that this one makes."""
         return self._groups.options
 
     # -- all-reduce
@@ -291,10 +291,6 @@ class ProcessGroup(dist.ProcessGroup):
         self._inner[method] += 1
         return getattr(self._plain, method)(*arguments, **names)
 
-    def blamed(self) -> set[str]:
-        """Reducers named by failures of this group: lost, too slow for a deadline, or unreachable."""
-        return self._groups.blamed()
-
     # -- lifecycle
 
     def counters(self) -> dict[str, Any]:
@@ -313,17 +309,6 @@ class ProcessGroup(dist.ProcessGroup):
         self._groups.timeout_s = timeout.total_seconds()
         for inner in self._inners():
             inner._set_default_timeout(timeout)
-
-    def reopen(self, options: BackendOptions) -> None:
-        """Drops all connections; the next all-reduce makes new ones with these options, of a later epoch.
-
-        Called by all ranks, with none of their all-reduces in progress: these fail. See `geartrain.collectives.reform`.
-        """
-        if options.epoch <= self.options.epoch:
-            raise ValueError(f"a group is reopened with a later epoch than {self.options.epoch}, found {options.epoch}")
-        self._disconnect("the process group is re-formed")
-        self._groups.reopen(options)
-        self._finisher = Finisher(f"geartrain-{self._name}")
 
     def shutdown(self) -> None:
         """Closes all connections; called by `destroy_process_group`.

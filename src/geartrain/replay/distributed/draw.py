@@ -127,7 +127,6 @@ class ShardedSampler:
     Attributes:
         fingerprint: see above.
         mirrors: for each store, a copy of this rank's shard that its draws may be made from; None where there is none.
-        used_up: for each store, rows of this rank's shard whose last samples were drawn for the batch that is built.
         cursors: for each store, the last sequence number that a redraw on this rank has used, for FIFO; 0 for none.
     """
 
@@ -144,7 +143,6 @@ class ShardedSampler:
         self._by_totals = [is_independent(each.strategy) for each in samplers]
         # Stores whose draws begin with their shards' first rows.
         self._by_offers = [begins_with_offers(each.strategy) for each in samplers]
-        self.used_up = [0 for _ in samplers]
         # Rows on their last allowed sample, held until all ranks have read them.
         self._held: list[list[tuple[NDArray[np.uint32], NDArray[np.uint32]]]] = [[] for _ in samplers]
         self._raises = any(sampler.raises for sampler in samplers)
@@ -516,11 +514,9 @@ class ShardedSampler:
         Returns:
             False for each row whose last allowed sample was drawn elsewhere first.
         """
-        taken, used_up = self.samplers[number].count_samples(rows, generations, step, places)
-        self.used_up[number] += used_up
         if self.samplers[number].kept is None:
             self._held[number].append((rows, generations))
-        return taken
+        return self.samplers[number].count_samples(rows, generations, step, places)
 
     # --- leaving ------------------------------------------------------------------------------------------------
 

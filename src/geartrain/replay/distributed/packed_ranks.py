@@ -288,15 +288,15 @@ class PackedRankRows(RankSource):
         self._rank_of = np.array([replica.ranks[0] for replica in members.replicas])
         assert members.me is not None
         self._me = members.me.replica
+        limit = sampler.plan.store.limiter.state().most_in_flight
+        limits = members.all_gather_shards(0, np.array([0 if limit is None else limit]))
+        check_in_flight([each or None for each in limits[:, 0].tolist()], config)
         self._newest = self._most = self._mean = 0.0  # balance, and the sums that it is of
         self._kept = sampler.kept
         if self._kept is not None:
             self._kept.of_ranks = True
         self._admitted = False  # the batch that is built, by rate limiters
         self.exchange = self.sampler.exchange_of(idle=False)
-        limit = sampler.plan.store.limiter.state().most_in_flight
-        limits = members.all_gather_shards(0, np.array([-1 if limit is None else limit])).reshape(-1).tolist()
-        check_in_flight([None if each < 0 else each for each in limits], config)
 
     @property
     def callbacks(self) -> list[str]:
@@ -315,13 +315,13 @@ class PackedRankRows(RankSource):
     def build_once(
         self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float
     ) -> BuiltBatch:
-        self.sampler.used_up[0] = 0
         try:
             return self._build(step, state, updates, admission, began_s)
-        except BaseException as error:
-            self._sampler.finish(self.sampler.used_up[0])
-            if self._kept is not None and self._leads and isinstance(error, CommonError):
-                self._kept.give_up(step)  # on all ranks
+        except CommonError:
+            if self._kept is not None and self._leads:  # on all ranks
+                self._kept.give_up(step)
+                self._sampler.note_used_up(admission)
+                admission.finish()
             raise
 
     def _build(
@@ -344,8 +344,6 @@ class PackedRankRows(RankSource):
         selected_s = time.perf_counter()
         batch = self._exchange(step, known, digest, reader, drawn.counts[0], selected_s)
         traffic.select_s += selected_s - began_s
-        if self.sampler.used_up[0]:
-            admission.used_up[self._sampler] = self.sampler.used_up[0]
         if self._kept is not None:  # they are drawn for good, even if nobody gets this batch
             admission.pop(self._sampler, None)
         return BuiltBatch(batch, drawn.state, admission=admission)
