@@ -7,7 +7,6 @@ survives every process. A replay that comes to a step whose rows are marked draw
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -111,6 +110,8 @@ class KeptRows:
         if step > saved or self._warned:
             return
         self._warned = True
+        import logging
+
         logging.getLogger(__name__).warning(
             "the replay of %r draws step %d anew: step %d was told to be saved, so that the rows of the steps before "
             "it are gone. Load the state of the last checkpoint",
