@@ -380,7 +380,7 @@ def test_rows_that_another_replay_was_first_to_draw_are_replaced(
     stores, taken = task_stores(2), list[int]()
     count = ShardedSampler.count_mine
 
-    def takes(self: ShardedSampler, number: int, rows: Any, generations: Any) -> Any:
+    def takes(self: ShardedSampler, number: int, rows: Any, generations: Any, *rest: Any) -> Any:
         store = self.samplers[0].plan.store
         if store is stores[1] and not taken and len(rows):
             native = store.native
@@ -388,7 +388,7 @@ def test_rows_that_another_replay_was_first_to_draw_are_replaced(
             taken.extend(native.lengths(some[0]).tolist())
             assert native.count_samples(*some)[0].all()
             native.release_exhausted(*some)
-        return count(self, number, rows, generations)
+        return count(self, number, rows, generations, *rest)
 
     monkeypatch.setattr(ShardedSampler, "count_mine", takes)
     batches, _, stats = over_ranks(stores, 2, selection, B, grpo.check)

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpo
+import packed_rows
 import preloaded
 import pytest
 import ranks_worker
@@ -133,6 +135,37 @@ def test_a_killed_rank_is_an_error_on_all_others_of_packed_batches(
     assert len(killed) == 3
     for each in (first, last):
         assert len(each) <= 5 and re.search(r"rank 1 (was lost|did not answer|aborted)", each[-1]["error"])
+
+
+@pytest.mark.slow
+def test_a_killed_job_draws_the_same_batches_again_on_another_number_of_ranks(
+    store_name: Callable[[], str], tmp_path: Path
+) -> None:
+    name, rows = store_name(), 96
+    for shard in range(2):
+        store = grpo.new_store(f"{name}-{shard}", capacity=rows)
+        grpo.insert(store, range(shard * rows // 2, (shard + 1) * rows // 2))
+        packed_rows.claimed_rows(store, ("answer", "reward", "ref", "advantage"), grpo.work)
+        store.finish()
+        store.close(keep=True)
+    by_step: dict[int, set[tuple[int, ...]]] = {}
+    begun = []
+    for ranks, at in ((2, 1), (4, 4), (2, 7), (6, -1)):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        processes = start("kept", name, ranks, folder, KILL_AT=str(at), STATE=str(tmp_path / "state.json"))
+        said = [lines(p, 0 if at < 0 else -signal.SIGKILL) for p in processes]
+        if at < 0:
+            assert all(each.pop() == {"kept": 0, "left": 0, "wrong": []} for each in said)
+        begun.append(said[0][0]["step"])
+        for parts in zip(*said, strict=False):
+            assert len({part["step"] for part in parts}) == 1
+            pairs = sorted(pair for part in parts for pair in zip(part["draw"], part["number"], strict=True))
+            assert [place for place, _ in pairs] == list(range(8))
+            by_step.setdefault(parts[0]["step"], set()).add(tuple(number for _, number in pairs))
+    assert begun == [0, 0, 3, 6]  # behind the last state
+    assert sorted(by_step) == list(range(rows // 8)) and all(len(each) == 1 for each in by_step.values())
+    assert sorted(number for each in by_step.values() for batch in each for number in batch) == list(range(rows))
 
 
 @pytest.mark.slow

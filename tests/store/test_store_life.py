@@ -119,6 +119,21 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "oldest_claim": (1,),
     "occupancy": (),
     "rows_left": (),
+    "advance": (1,),
+    "check_in_flight": (1,),
+    "clock": (),
+    "complete": (1,),
+    "finished": (1,),
+    "free_taken": (1,),
+    "kept_alone_stop": (1,),
+    "limit_tasks": (1, 1),
+    "saved_before": (),
+    "say_version": (1, ONE, ONE, ONE.astype(np.uint16), 1),
+    "set_clock": (1,),
+    "stale_rows": (ONE, ONE),
+    "taken": (1,),
+    "taken_steps": (),
+    "untake": (1,),
     "end_inserts": (),
     "is_over": (1,),
 }
@@ -142,6 +157,8 @@ READS_STEPS = {"step_priorities", "sums_of_steps", "copy_step_priorities"}
 OF_TASKS = {
     "insert_with_spans", "claim_rows", "release_rows", "drop_rows", "owned_rows", "lengths_of_rows", "write_rows",
     "appended_parts", "task_figures", "oldest_claim", "occupancy", "rows_left", "end_inserts", "is_over",
+    "advance", "check_in_flight", "clock", "complete", "finished", "free_taken", "kept_alone_stop", "limit_tasks",
+    "saved_before", "say_version", "set_clock", "stale_rows", "taken", "taken_steps", "untake",
 }  # fmt: skip
 
 #: No effect on a store without max_age_s or max_times_sampled.

@@ -10,8 +10,10 @@ import threading
 import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import grpo
 import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -90,6 +92,30 @@ def packed(name: str) -> None:
     say(stats=replay.stats())
     replay.close()
     store.close()
+
+
+def kept(name: str) -> None:
+    """Prints the rows of this rank's part of each batch; saves every third step, and is killed after step KILL_AT."""
+    rank, at, state = dist.get_rank(), int(os.environ["KILL_AT"]), Path(os.environ["STATE"])
+    store = grpo.new_store(f"{name}-{rank % 2}")
+    options: Any = {"group": dist.group.WORLD, "keep": "saved", "balance": "tokens", "timeout_s": 20}
+    try:
+        with gt.Replay(store, Uniform(seed=3, replacement=False), 8, **options) as replay:
+            if state.exists():
+                replay.load_state_dict(json.loads(state.read_text()))
+            for batch in replay:
+                say(step=batch.step, draw=batch.draw.tolist(), number=grpo.check(batch))
+                if batch.step % 3 == 2:
+                    if rank == 0:
+                        state.write_text(json.dumps(replay.state_dict()))
+                    dist.barrier()  # the checkpoint is complete
+                    replay.saved(batch.step)
+                if batch.step == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            replay.settle()
+            say(kept=store.stats()["kept"], left=len(store), wrong=store.audit())
+    except PeerLostError:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def steps(name: str) -> None:
@@ -294,6 +320,19 @@ if __name__ == "__main__":
     scenario, name = sys.argv[1:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", os.environ["MEET"], timedelta(seconds=30), size, rank)
-    scenarios = (batches, packed, steps, mesh, killed, again, leaves, interrupted, forks, opens, dies_in_the_agreement)
+    scenarios = (
+        batches,
+        packed,
+        kept,
+        steps,
+        mesh,
+        killed,
+        again,
+        leaves,
+        interrupted,
+        forks,
+        opens,
+        dies_in_the_agreement,
+    )
     {each.__name__: each for each in scenarios}[scenario](name)
     dist.destroy_process_group()

@@ -17,7 +17,7 @@ from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.distributed.torch_rank_group import as_rank_group
 from geartrain.replay.epochs import check_epochs
 from geartrain.replay.groups import check_grouping, device_for
-from geartrain.replay.kept_rows import check_alone, check_keep
+from geartrain.replay.kept_rows import check_keep
 from geartrain.replay.local_rows import LocalRows
 from geartrain.replay.packed_batch import check_in_flight, check_packed
 from geartrain.replay.sampler import StoreSampler
@@ -89,7 +89,6 @@ def open_builder(
     def make_checked() -> list[StoreSampler]:
         samplers = make()
         if not alone:
-            check_alone(config.keep, selection, ranks.size)
             check_lag(samplers, config)
         return samplers
 

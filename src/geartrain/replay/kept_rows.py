@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, StoreClosedError
@@ -27,11 +28,22 @@ class KeptRows:
 
     Args:
         store: a store with tasks.
+
+    Attributes:
+        of_ranks: whether ranks agree before rows are freed: then `saved` is only noted.
+        told: the last step that `saved` was told; -1 for none.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._warned = False
+        self._freed = -1
+        self.of_ranks = False
+        self.told = -1
+
+    def marked(self, step: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
+        """Rows, generations and places, in the order of places, of what the batch of a step has drawn here."""
+        return self._store.native.taken(step)
 
     def of_step(self, step: int, n: int) -> tuple[Keys | None, int]:
         """Keys (n,) of the rows that the batch of a step has drawn, in their places; None if it is to be drawn.
@@ -39,11 +51,11 @@ class KeptRows:
         A batch without all of its rows is given up: a process died while it was drawn, or a row was deleted. Its rows
         can be drawn again. The second value is the number of these rows.
         """
-        rows, generations, places = self._store.native.taken(step)
+        rows, generations, places = self.marked(step)
         if len(rows) == n and np.array_equal(places, np.arange(n)):
             return Keys.of_rows(rows, generations, self._store.id), 0
         if len(rows) == 0:
-            self._warn(step)
+            self.warn_of_gone(step)
         return None, self.give_up(step) if len(rows) else 0
 
     def give_up(self, step: int) -> int:
@@ -52,12 +64,20 @@ class KeptRows:
             return self._store.native.untake(step)
         return 0
 
+    def saved(self, step: int) -> None:
+        """Takes note that a step is saved on this rank; frees its rows and those before, unless ranks agree first."""
+        self.told = max(self.told, step)
+        if not self.of_ranks:
+            self.free(step)
+
     def free(self, step: int) -> None:
         """Frees the rows of all steps up to this one."""
-        self._store.native.free_taken(step)
+        if step > self._freed or not self.of_ranks:
+            self._store.native.free_taken(step)
+            self._freed = step
 
-    def alone_stop(self, rows: int) -> bool:
-        """Whether so many rows can be drawn only after kept ones are freed."""
+    def alone_stop(self, rows: int = 2**63) -> bool:
+        """Whether so many rows, or any more than there are, can be drawn only after kept ones are freed."""
         return self._store.native.kept_alone_stop(rows)
 
     def describe(self) -> str:
@@ -73,7 +93,19 @@ class KeptRows:
             f"{told}; {which} {rows:,} of {self._store.capacity:,} rows: call replay.saved(step) after each checkpoint"
         )
 
-    def _warn(self, step: int) -> None:
+    def warn_of_lost(self, step: int, lost: int, n: int) -> None:
+        """Logs that a batch is drawn anew which not all shards have rows of."""
+        logging.getLogger(__name__).warning(
+            "the replay of %r draws step %d anew: %d of its %d rows are missing, because a process died while it was "
+            "drawn, a row was deleted, or the shard of a host is lost",
+            self._store.name,
+            step,
+            lost,
+            n,
+        )
+
+    def warn_of_gone(self, step: int) -> None:
+        """Logs once that a step is drawn anew whose rows were freed."""
         saved = self._store.native.saved_before() - 1
         if step > saved or self._warned:
             return
@@ -112,13 +144,6 @@ def check_keep(keep: str | None, stores: Sequence[Store], selection: Selection, 
         _check_repeatable(strategy)
 
 
-def check_alone(keep: str | None, selection: Selection, ranks: int) -> None:
-    """Raises `ArgumentError` for what several ranks cannot do together yet."""
-    if keep is not None or any(traits_of(each).strict for each in strategies_of(selection)):
-        what = "keep='saved'" if keep is not None else "Fifo(strict=True)"
-        raise ArgumentError(f"{what} is for a replay in one process, found a group of {ranks} ranks")
-
-
 def _check_repeatable(strategy: object) -> None:
     """Raises `ArgumentError` for strategies whose batches are more than rows in their places."""
     traits = traits_of(strategy)  # type: ignore[arg-type]
@@ -133,4 +158,4 @@ def _check_repeatable(strategy: object) -> None:
         raise ArgumentError(f"keep='saved' repeats the rows of a batch and nothing else, and {strategy!r} {why}")
 
 
-__all__ = ["KeptRows", "check_alone", "check_keep"]
+__all__ = ["KeptRows", "check_keep"]

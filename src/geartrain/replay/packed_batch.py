@@ -262,14 +262,16 @@ def repeated_packed(
     *,
     of_job: bool = False,
 ) -> PackedBatch:
-    """The batch of a replay's step that is drawn again.
-
-    The probability is 1 in an order. Otherwise it is not known any more, and NaN.
-    """
-    probability = np.full(len(keys), 1.0 if form in ORDERS else np.nan)
+    """The batch of a replay's step that is drawn again; see `sampled_packed`."""
+    probability = np.full(len(keys), repeated_probability(form))
     return packed_batch(
         reader, output, found, _numbered(keys, store_id, of_job), found.versions(), probability=probability, step=step
     )
+
+
+def repeated_probability(form: str) -> float:
+    """The probability of rows that are drawn again, by the form of the strategy: 1 in an order, else not known, NaN."""
+    return 1.0 if form in ORDERS else np.nan
 
 
 def _numbered(keys: Keys, store_id: int, of_job: bool) -> Keys:
@@ -371,5 +373,6 @@ __all__ = [
     "fetch_packed",
     "packed_batch",
     "repeated_packed",
+    "repeated_probability",
     "sampled_packed",
 ]

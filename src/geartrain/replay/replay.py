@@ -418,7 +418,8 @@ class Replay:
     def saved(self, step: int) -> None:
         """Frees the rows of all batches up to a step. Call it once a checkpoint that includes the step is complete.
 
-        Any thread may call it, also while a batch is waited for.
+        Any thread may call it, also while a batch is waited for. Over several ranks every rank calls it, and the rows
+        are freed with the next batch or `settle`.
 
         Args:
             step: number of a delivered batch (`batch.step`).
@@ -448,7 +449,7 @@ class Replay:
             raise ArgumentError(
                 f"saved is told the number of a batch that was delivered (batch.step), below {self.step}; found {step}"
             )
-        kept.free(int(step))
+        kept.saved(int(step))
 
     @property
     def field_names(self) -> list[str]:

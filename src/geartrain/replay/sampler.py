@@ -615,9 +615,19 @@ class StoreSampler(StoreWaits):
         found[here] = windows.anchors_of(lengths, steps[here])
         return found
 
-    def count_samples(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        """Counts the draws. Returns False for each row whose last allowed sample was drawn elsewhere first."""
-        taken, used_up = self.plan.store.native.count_samples(rows, generations)
+    def count_samples(
+        self, rows: NDArray[np.uint32], generations: NDArray[np.uint32], step: int, places: NDArray[np.uint32]
+    ) -> NDArray[np.bool_]:
+        """Counts the draws of a step, which have these places in its batch.
+
+        Returns:
+            False for each row whose last allowed sample was drawn elsewhere first.
+        """
+        native = self.plan.store.native
+        if self.kept is not None:
+            taken, used_up = native.count_samples(rows, generations, step, places)
+        else:
+            taken, used_up = native.count_samples(rows, generations)
         self._used_up += used_up
         return taken != 0 if self.limited else np.ones(len(rows), bool)
 

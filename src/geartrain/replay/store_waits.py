@@ -228,6 +228,16 @@ class StoreWaits:
         """Rows that can be drawn now; in a strict order as many as a draw needs at most."""
         return self._store.native.complete(self.min_rows)[0] if self.strict else len(self._store)
 
+    def first_open(self, n: int) -> int:
+        """Sequence number of the first row that is under way or yet to be inserted, or of one that n rows come before.
+
+        The largest number there is if all rows can be drawn and `finish` was called.
+        """
+        native = self._store.native
+        if self.rows_left() is not None and native.task_figures()["under_way"] == 0:
+            return 2**64 - 1
+        return native.complete(n)[1]
+
     @property
     def wanted(self) -> str:
         """What a draw needs, for errors."""

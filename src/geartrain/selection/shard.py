@@ -54,6 +54,8 @@ class Shard:
         min_length: shorter rows are not drawn.
         moves_on: whether an order with a cursor passes over rows before it. Not where rows are freed by their draw:
             then rows that can be drawn late come first.
+        first_open: in a strict order, called with a number of rows for the sequence number of the shard's first row
+            that cannot be drawn yet, or of one that so many rows come before.
     """
 
     candidates: Candidates
@@ -68,6 +70,7 @@ class Shard:
     steps: StepPlan | None = None
     min_length: int = 0
     moves_on: bool = True
+    first_open: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,16 @@ def draw_first(traits: Traits, shard: Shard, n: int, cursors: Mapping[str, int] 
     width = offers.shape[2]
     flat = offers.reshape(-1, width)
     shards = np.repeat(np.arange(shard.count), offers.shape[1])
-    real = np.flatnonzero(flat[:, 0] != 0)  # sequence numbers start at 1
+    real, waits = np.flatnonzero(flat[:, 0] != 0), ""  # sequence numbers start at 1
+    if shard.first_open is not None:
+        waits = " before the first one that is under way or yet to be inserted"
+        mine = shard.first_open(n) if shard.leads else 0
+        opened = shard.gather(np.array([mine], np.uint64))[:, 0]
+        first = int(opened.argmin())
+        before = (flat[real, 0] < opened[first]) | ((flat[real, 0] == opened[first]) & (shards[real] < first))
+        real = real[before]
     if len(real) < n:
-        raise NotEnoughRowsError(f"{n} rows were asked for, {len(real)} can be chosen")
+        raise NotEnoughRowsError(f"{n} rows were asked for, {len(real)} can be chosen{waits}")
     sequence, key, owner = flat[real, 0], flat[real, 1], shards[real]
     if order == ORDERS["newest"]:
         ranking = np.lexsort((-owner, ~sequence))

@@ -450,6 +450,7 @@ class ShardedSampler:
             sampler.step_plan,
             sampler.min_length,
             sampler.moves_on,
+            sampler.first_open if sampler.strict else None,
         )
         state = known.state[number] or None
         passes = sampler.passes
@@ -460,8 +461,12 @@ class ShardedSampler:
         except CommonError as error:
             # To draw the batch again would count the samples of the stores before this one again.
             counted = any(before.limited for before in self.samplers[:number])
-            if grouped and not counted and isinstance(error.error, NotEnoughRowsError):
+            if counted or not isinstance(error.error, NotEnoughRowsError):
+                raise
+            if grouped:
                 raise TooFewGroupsError(error.error, number) from None
+            if sampler.strict:  # an older row is waited for
+                raise TooFewRowsError(error.error, number) from None
             raise
         return self._count_samples(number, shard, drawn, step) if sampler.limited else drawn
 
@@ -482,7 +487,7 @@ class ShardedSampler:
                 keys = np.ascontiguousarray(drawn.rows[found]), np.ascontiguousarray(drawn.generations[found])
                 refused[mine] = True
                 refused[known] = False
-                refused[found] = ~self.count_mine(number, *keys)
+                refused[found] = ~self.count_mine(number, *keys, step, found.astype(np.uint32))
             bits = np.bitwise_or.reduce(shard.gather(np.packbits(refused)), axis=0)
             pending = np.flatnonzero(np.unpackbits(bits, count=len(refused)))
             if not len(pending):
@@ -496,14 +501,22 @@ class ShardedSampler:
             )
         raise AssertionError("unreachable")
 
-    def count_mine(self, number: int, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> NDArray[np.bool_]:
+    def count_mine(
+        self,
+        number: int,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        step: int,
+        places: NDArray[np.uint32],
+    ) -> NDArray[np.bool_]:
         """Counts samples of rows of the shard that this rank leads, and holds these until all ranks have read them.
 
         Returns:
             False for each row whose last allowed sample was drawn elsewhere first.
         """
-        self._held[number].append((rows, generations))
-        return self.samplers[number].count_samples(rows, generations)
+        if self.samplers[number].kept is None:
+            self._held[number].append((rows, generations))
+        return self.samplers[number].count_samples(rows, generations, step, places)
 
     # --- leaving ------------------------------------------------------------------------------------------------
 

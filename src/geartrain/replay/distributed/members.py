@@ -228,7 +228,7 @@ def join_job(
     mine = [*(inputs if position.is_first_stage else ()), *(targets if position.is_last_stage else ())]
     fields = tuple(dict.fromkeys(mine))
     job = describe_job(samplers, selection, config.batch_size, config.view)
-    job |= {name: getattr(config, name) for name in ("assignment", "prefetch", "num_batches")}
+    job |= {name: getattr(config, name) for name in ("assignment", "prefetch", "num_batches", "keep")}
     job["balance"] = None if config.cost is None else repr(config.cost)
     job["update_lag"] = config.prefetch + config.extra_lag
     job["exchange"] = "host" if options is None else options.exchange

@@ -41,10 +41,11 @@ from geartrain.replay.distributed.rank_group import Bytes, RankGroup
 from geartrain.replay.distributed.rank_source import RankSource
 from geartrain.replay.distributed.read_agreement import RowsLostError
 from geartrain.replay.distributed.topology import MeshPosition
-from geartrain.replay.packed_batch import PackedBatch, axes_of, check_in_flight, packed_batch
+from geartrain.replay.kept_rows import KeptRows
+from geartrain.replay.packed_batch import PackedBatch, axes_of, check_in_flight, packed_batch, repeated_probability
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.mixture import Selection
-from geartrain.selection.shard import NO_ROW, ShardedDraw
+from geartrain.selection.shard import NO_ROW, NO_ROWS, ShardedDraw
 from geartrain.selection.strategy import Draw, Redraw, importance_of
 from geartrain.store.packed import PackedReader, spread
 
@@ -291,6 +292,10 @@ class PackedRankRows(RankSource):
         limits = members.all_gather_shards(0, np.array([0 if limit is None else limit]))
         check_in_flight([each or None for each in limits[:, 0].tolist()], config)
         self._newest = self._most = self._mean = 0.0  # balance, and the sums that it is of
+        self._kept = sampler.kept
+        if self._kept is not None:
+            self._kept.of_ranks = True
+        self._admitted = False  # the batch that is built, by rate limiters
         self.exchange = self.sampler.exchange_of(idle=False)
 
     @property
@@ -299,19 +304,90 @@ class PackedRankRows(RankSource):
 
     # --- a batch ------------------------------------------------------------------------------------------------
 
+    def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> Any:
+        """See `RankSource.start`. A batch that is repeated does not wait for rate limiters; others do so later."""
+        began_s = time.perf_counter()
+        self._admitted = False
+        self._sampler.step = step
+        with self.together:
+            return self.build(step, state, updates, admission, began_s)
+
     def build_once(
         self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float
     ) -> BuiltBatch:
+        try:
+            return self._build(step, state, updates, admission, began_s)
+        except CommonError:
+            if self._kept is not None and self._leads:  # on all ranks
+                self._kept.give_up(step)
+                self._sampler.note_used_up(admission)
+                admission.finish()
+            raise
+
+    def _build(
+        self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float
+    ) -> BuiltBatch:
         traffic, sent_bytes = self.traffic, self.group.sent_bytes
-        drawn = self.sampler.draw_all(step, state, updates, self.admission.quotas(step), self.exchange)
-        self.admission.keep(admission, drawn.sampled)
+        repeated = None if self._kept is None else self._agree_on_kept(self._kept, step)
+        if repeated is not None:
+            self.sampler.settle(step, updates, self.exchange)
+            drawn = DrawnBatch([0], state, [repeated])
+        else:
+            if not self._admitted:
+                self.admission.wait(step, admission)
+                self._admitted = True
+            drawn = self.sampler.draw_all(step, state, updates, self.admission.quotas(step), self.exchange)
+            self.admission.keep(admission, drawn.sampled)
         known = self._tell(step, drawn)
         digest, reader = self._assign(known)
         traffic.selection_bytes += self.group.sent_bytes - sent_bytes
         selected_s = time.perf_counter()
         batch = self._exchange(step, known, digest, reader, drawn.counts[0], selected_s)
         traffic.select_s += selected_s - began_s
+        if self._kept is not None:  # they are drawn for good, even if nobody gets this batch
+            admission.pop(self._sampler, None)
         return BuiltBatch(batch, drawn.state, admission=admission)
+
+    def _agree_on_kept(self, kept: KeptRows, step: int) -> ShardedDraw | None:
+        """The rows that the batch of a step has drawn before, on whichever shards; None if it is to be drawn.
+
+        Also frees the rows of steps that were saved on every rank. A batch that is not complete is given up on all
+        shards: a process died while it was drawn, a row was deleted, or a host's shard is lost.
+        """
+        rows, generations, places = kept.marked(step) if self._leads else (NO_ROWS, NO_ROWS, NO_ROWS)
+        mine = _message(step, [np.array([kept.told, len(places)]), places])
+        told = [_Message(each, peer) for peer, each in enumerate(self.members.all_to_all([mine] * self.group.size))]
+        heads = np.array([message.take(np.int64, 3) for message in told])
+        self.sampler.check_ranks([(self.sampler.fingerprint, each) for each in heads[:, 0].tolist()], step)
+        self._free(kept, int(heads[:, 1].min()))
+        of_shards = [told[rank].take(np.uint32, int(heads[rank, 2])) for rank in self.members.stores[0].leaders]
+        every, n = np.concatenate(of_shards), self._config.batch_size
+        if np.array_equal(np.sort(every), np.arange(n)):
+            shard, found, generation = np.empty(n, np.int64), np.full(n, NO_ROW), np.zeros(n, np.uint32)
+            for number, here in enumerate(of_shards):
+                shard[here] = number
+            found[places], generation[places] = rows, generations
+            probability = np.full(n, repeated_probability(self._sampler.traits.form))
+            return ShardedDraw(shard, found, generation, probability)
+        if len(every):
+            self._sampler.give_back(kept.give_up(step) if self._leads else 0)
+            if self.group.rank == 0:
+                kept.warn_of_lost(step, n - len(np.unique(every)), n)
+        elif self._leads:
+            kept.warn_of_gone(step)
+        return None
+
+    def _free(self, kept: KeptRows, saved: int) -> None:
+        """Frees the rows of steps up to the last one that was saved on every rank."""
+        if self._leads and saved >= 0:
+            kept.free(saved)
+
+    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
+        """Also frees the rows of steps that were saved on every rank."""
+        if self._kept is not None:
+            with self.together:
+                self._free(self._kept, int(self.members.all_gather(np.array([self._kept.told])).min()))
+        super().settle(step, updates)
 
     def _tell(self, step: int, drawn: DrawnBatch) -> GlobalRows:
         """Step 3a. Raises `CommonError` on all ranks where the leader of a shard has lost rows for good."""
@@ -336,7 +412,7 @@ class PackedRankRows(RankSource):
                 pieces: list[NDArray[Any]] = [rows, generations, probability, read.versions()]
                 pieces += self._lengths.pack(read)
                 return _message(_WHOLE, pieces)
-            if not self._sampler.limited:
+            if not self._sampler.limited or self._kept is not None:
                 break  # all ranks draw again
             again, numbers = np.flatnonzero(lost), places[lost].astype(np.uint32)
             self._sampler.note_lost(len(again), attempt)
@@ -344,7 +420,7 @@ class PackedRankRows(RankSource):
                 other = self._sampler.draw(len(again), step, {}, Redraw(attempt, numbers, rows[~lost]), found.now_ns)
             except (EmptyStoreError, NotEnoughRowsError):
                 break
-            taken = self.sampler.count_mine(0, other.rows, other.generations)
+            taken = self.sampler.count_mine(0, other.rows, other.generations, step, numbers)
             rows[again] = np.where(taken, other.rows, NO_ROW)
             generations[again], probability[again] = other.generations, other.probability * found.share
         return _message(_LOST, [])
@@ -388,9 +464,9 @@ class PackedRankRows(RankSource):
         return known
 
     def _lost_rows(self, rank: int) -> CommonError:
-        """What all ranks raise where one has lost rows: they draw again, unless samples are counted."""
+        """What all ranks raise where one has lost rows: they draw again, unless samples are used up."""
         error = NotEnoughRowsError(f"rows of the shard that rank {rank} reads were deleted while a batch was drawn")
-        return CommonError(error) if self._sampler.limited else RowsLostError(error)
+        return CommonError(error) if self._sampler.limited and self._kept is None else RowsLostError(error)
 
     def _assign(self, known: GlobalRows) -> tuple[BatchLengths, NDArray[np.int64]]:
         """Step 4: the lengths of the global batch with the replica of each row, and the rank that reads each."""

@@ -21,7 +21,7 @@ from geartrain.replay.store_waits import NoMoreRowsError
 
 #: Between two counts, which are a round of messages each.
 COUNT_EVERY_S = 0.05
-_EXPECTED, _GAVE_UP, _LATE, _STOPPED, _OPEN, _LEFT = range(6)
+_EXPECTED, _GAVE_UP, _LATE, _STOPPED, _OPEN, _LEFT, _STUCK, _AWAITED = range(8)
 _NONE_EXPECTED = (
     "; no rank expects writers, so nothing is waited for. Insert rows first, or start the writers by an ActorPool or "
     "within `with store.expect_writers()`"
@@ -50,9 +50,20 @@ def wait_for_rows(few: TooFewRowsError, samplers: Sequence[StoreSampler], member
     if sampler.has_tasks and leads:
         ranks = shards.processes[shards.of_rank[rank]]
         expected = expected or sampler.plan.store.other_processes() >= ranks
-    left = sampler.rows_left()
+    left, kept = sampler.rows_left(), sampler.kept
+    stuck = 0 if kept is None or not leads else 2 * kept.alone_stop() or left == len(sampler.plan.store)
     mine = np.array(
-        [expected, writers.failure is not None, late, sampler.is_stopped(), left is None, left or 0], np.int64
+        [
+            expected,
+            writers.failure is not None,
+            late,
+            sampler.is_stopped(),
+            left is None,
+            left or 0,
+            stuck,
+            sampler.is_awaited(sampler.step),
+        ],
+        np.int64,
     )
     every = members.all_gather(mine)
     of_shards = every[shards.leaders]
@@ -63,11 +74,21 @@ def wait_for_rows(few: TooFewRowsError, samplers: Sequence[StoreSampler], member
                 f"{sampler.min_rows} that a batch needs; {of_shards[:, _LEFT].sum()} can be drawn"
             )
         )
+    # 2: kept rows alone stop the shard, 1: all of its rows are finished, 0: more may come
+    kept_alone = of_shards[:, _STUCK].min() > 0 and of_shards[:, _STUCK].max() == 2
+    if kept_alone and every[:, _AWAITED].all():
+        texts = members.group.all_gather_object(kept.describe() if kept is not None and leads else "")
+        raise CommonError(
+            NotEnoughRowsError(f"{few.error}, and no other row can come: {'; '.join(filter(None, texts))}")
+        )
     failed = [other for other in np.flatnonzero(every[:, _GAVE_UP]).tolist() if other != rank]
     trouble = writers.trouble
     if failed:
         trouble += f"; the writers of rank {failed[0]} have given up, and its own error says why"
-    may_come = every[:, _EXPECTED].any()
+    may_come = every[:, _EXPECTED].any() or kept_alone
+    if kept_alone:  # a training loop that does not wait yet may free some
+        sampler.until_s = max(sampler.until_s, time.monotonic() + sampler.timeout_s)
+        every[:, _LATE] = False
     groups = "" if may_come and not every[:, _LATE].any() else _what_lacks(few, sampler, members)
     if not may_come:
         raise CommonError(NotEnoughRowsError(f"{few.error}{groups}{trouble or _NONE_EXPECTED}"))
