@@ -295,6 +295,17 @@ def test_micro_batches_hold_max_items_where_equal_ones_would_not() -> None:
     ]
 
 
+def test_more_micro_batches_than_a_rank_needs_hold_max_items_too() -> None:
+    tight = [9, 6, 6, 6, 5, 5, 5, 5, 5, 4, 4, 4, 4, 4, 3, 3, 3, 3, 1]  # 8 micro-batches; longest first 9 do not do
+    batches = ranked(plain_rows([tight, [11] * 9]), [0, 1], 2)
+    micros = [
+        list(mini.micro_batches(max_items=11, of="tokens")) for batch in batches for mini in batch.mini_batches(2)
+    ]
+    lengths = [micro["length"].tolist() for micro in micros[0]]
+    assert len(micros[0]) == len(micros[1]) == 9 and all(micro.weight == 1 for micro in micros[0])
+    assert sorted(flat(lengths), reverse=True) == tight and max(map(sum, lengths)) <= 11
+
+
 def test_longer_sequences_stand_alone_with_one_warning_a_batch() -> None:
     [batch] = ranked(plain_rows([[9, 1, 2], [8, 3]]), [0, 0], 1)
     with pytest.warns(UserWarning, match=r"9 items of tokens, more than max_items=5") as told:
