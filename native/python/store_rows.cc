@@ -190,16 +190,17 @@ uint64_t remove(Store& store, const In<uint32_t>& rows, const In<uint32_t>& gene
   return released(store, [&] { return store.remove(own_rows, view(generations)); });
 }
 
-// With `places` rows are taken by the batch of a step.
-nb::object count_samples(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations, uint64_t step,
-                         const std::optional<In<uint32_t>>& places) {
+// (taken, how many are in flight now until `finished`). With `places` rows are taken by the batch of a step.
+nb::tuple count_samples(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations, uint64_t step,
+                        const std::optional<In<uint32_t>>& places) {
   check_pairs(rows, generations);
   std::vector<uint8_t> taken(rows.size());
   const std::vector<uint32_t> own_rows = copied(rows);
   Store::Taking taking{step, {}};
   if (places) taking.places = view(*places);
-  released(store, [&] { store.count_samples(own_rows, view(generations), taken, places ? &taking : nullptr); });
-  return to_numpy(std::move(taken));
+  const uint64_t used_up = released(
+      store, [&] { return store.count_samples(own_rows, view(generations), taken, places ? &taking : nullptr); });
+  return nb::make_tuple(to_numpy(std::move(taken)), used_up);
 }
 
 void release_exhausted(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {

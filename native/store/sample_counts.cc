@@ -63,7 +63,7 @@ uint64_t Store::count_samples(std::span<const uint32_t> rows, std::span<const ui
     if (tasks_ != nullptr) tasks_->drawn(used_up);
   }
   count(control().counters.sampled, counted);
-  return used_up;
+  return tasks_ == nullptr ? 0 : used_up;
 }
 
 void Store::check_taking(const Taking& taking, size_t rows) const {

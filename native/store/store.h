@@ -263,7 +263,7 @@ class Store final : public OpenStore {
   // is stays readable for this process, and for no other, until release_exhausted; or with `taking`, which is for
   // stores with tasks whose rows have one sample, for all until they are freed. Throws schema for other stores, and for
   // steps and places that words have no room for.
-  // Returns how many rows' last samples these were, which count as in flight until Tasks::finished.
+  // Returns how many rows' last samples these were, in a store with tasks: they are in flight until Tasks::finished.
   uint64_t count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                          std::span<uint8_t> taken, const Taking* taking = nullptr);
   void release_exhausted(std::span<const uint32_t> rows, std::span<const uint32_t> generations);

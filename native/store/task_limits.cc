@@ -140,8 +140,7 @@ void Tasks::end_stale_rows() {
     for (uint32_t row = first; row < end; ++row) {
       if (under_way(row)) {
         end_if_stale(row, woken);
-      } else if (store_.status()[row].state == RowState::committed && is_stale(row) &&
-                 word(row, last()).state != TaskState::taken) {
+      } else if (store_.status()[row].state == RowState::committed && is_stale(row)) {
         store_.retire(sums, row);
         store_.put_free_row(row);
         table_->stale.fetch_add(1, kRelaxed);

@@ -41,13 +41,14 @@ def steps_until(rank: Process, holds: Any) -> dict[str, Any]:
 
 
 def test_reducers_that_are_killed_one_after_the_other_cost_no_step(processes: list[Process], tmp_path: Path) -> None:
-    reducers = [reducer_process(processes) for _ in range(2)]
+    """The second one is stopped in order: it leaves its groups at the end of its grace period."""
+    reducers = [reducer_process(processes, "--grace-s", "0.2") for _ in range(2)]
     shares = [0.1, 0.1, 0.0, 0.4, 0.4]
     ranks = start(processes, tmp_path, 3, reducers=[address for _, address in reducers], shares=shares)
     for lost, (process, _) in enumerate(reducers):
         seen = steps_until(ranks[0], lambda said, lost=lost: said["lost"] == lost)
         steps_until(ranks[0], lambda said, seen=seen: said["step"] > seen["step"] + 5)
-        process.child.kill()
+        process.child.send_signal((signal.SIGKILL, signal.SIGTERM)[lost])
         steps_until(ranks[0], lambda said, lost=lost: said["lost"] == lost + 1)
     (tmp_path / "end").touch()
     for rank in ranks:

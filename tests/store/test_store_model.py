@@ -227,7 +227,7 @@ class StoreModel(RuleBasedStateMachine):
     def sample(self, data):
         keys = self.some_keys(data)
         asked = self.keys_of(keys)
-        taken = self.store.native.count_samples(asked.row, asked.generation)
+        taken, _ = self.store.native.count_samples(asked.row, asked.generation)
         spent = []
         for key, was_taken in zip(keys, taken.tolist(), strict=True):
             assert was_taken == (key in self.rows)

@@ -155,7 +155,7 @@ def test_what_can_never_be_is_refused_at_once(store: gt.Store) -> None:
     with pytest.raises(StoreFullError, match=r"41 rows are inserted together.*lets 40 rows be in flight"):
         insert(store, 41, timeout_s=60)  # more than go in together anyway, which are 32
     assert len(insert(store, 40)) == 40
-    with pytest.raises(ArgumentError, match=r"lets 40 rows be in flight: a batch that needs 41 would never"):
+    with pytest.raises(ArgumentError, match=r"lets 40 rows be in flight, and a batch that needs 41 would never"):
         gt.Replay(store, gt.selection.Fifo(), batch_size=41)
     with pytest.raises(ArgumentError, match="a batch that needs 50"):
         gt.Replay(store, gt.selection.Fifo(), batch_size=4, min_rows=50)

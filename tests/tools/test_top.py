@@ -603,16 +603,24 @@ def test_tasks_of_a_store_are_shown_with_who_holds_the_oldest_claim(store_name: 
         grpo.insert(store, range(3))
         claim = store.claim("answer", 2, output="numpy")
         store.delete(claim.keys[1])
+        store.advance(7)
+        store.limiter.set(in_flight=9)
         snapshot = add_rates(None, take_snapshot())
         values = values_of(snapshot)
         assert values["geartrain_task_due"][store.name, "answer"] == 1
         assert values["geartrain_task_claimed"][store.name, "answer"] == 1
         assert values["geartrain_store_under_way"][store.name,] == 2
+        assert values["geartrain_store_in_flight"][store.name,] == 2
+        assert values["geartrain_store_clock"][store.name,] == 7
+        assert values["geartrain_limiter_most_in_flight"][store.name,] == 9
         tasks = next(each for each in sections_of([snapshot]) if each.title == "tasks")
         line = next(each for each in tasks.lines if each.values[:2] == [store.name, "answer"])
         assert any(f"(pid {os.getpid()}), 0 s old" in str(value) for value in line.values)
         shown = CliRunner().invoke(app, ["inspect", store.name]).output
         assert "answer" in shown and str(os.getpid()) in shown
+        assert "clock 7, 2 rows in flight" in shown and "at most 9" in shown
+        stores = next(each for each in sections_of([snapshot]) if each.title == "stores")
+        assert any("2 of 9 in flight" in line.values for line in stores.lines)
         about = json.loads(CliRunner().invoke(app, ["inspect", store.name, "--json"]).output)
         assert about["tasks"]["answer"]["figures"]["claimed"] == 1 and about["axes"] == ["prompt", "tokens", "answers"]
         assert about["tasks"]["answer"]["oldest_pid"] == os.getpid()

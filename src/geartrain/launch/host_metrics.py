@@ -42,6 +42,8 @@ def _metrics() -> Iterator[Metric]:
         "store",
         ("store",),
         under_way="Rows that tasks are still to be done for",
+        in_flight="Rows whose batch the training loop has not finished",
+        clock="Version of the policy that is trained",
         kept="Rows of batches that are not told to be saved",
         span_bytes="Bytes for values of different lengths",
         free_span_bytes="What is free of them",
@@ -60,7 +62,7 @@ def _metrics() -> Iterator[Metric]:
     yield from some(
         "store",
         ("store", "reason"),
-        removed_total="Rows removed: evicted, expired, exhausted, deleted, dropped, given up",
+        removed_total="Rows removed: evicted, expired, exhausted, deleted, dropped, given up, stale",
     )
     yield from some(
         "limiter",
@@ -68,6 +70,7 @@ def _metrics() -> Iterator[Metric]:
         enabled="Whether inserts and samples may have to wait",
         lead="Samples allowed beyond the middle of what is allowed",
         error_buffer="How far either side may run ahead",
+        most_in_flight="Most rows in flight; 0: no limit",
         insert_wait_seconds_total="Seconds that inserts have waited, of all threads",
         sample_wait_seconds_total="Seconds that samples have waited, of all threads",
     )
@@ -211,7 +214,10 @@ def _of_store(label: tuple[str, ...], store: Mapping[str, Any]) -> Iterator[Valu
     if store["tasks"]:
         for name in ("under_way", "kept", "span_bytes", "free_span_bytes"):
             yield f"store_{name}", label, counters[name]
-        for reason in ("dropped", "given_up"):
+        for name in ("in_flight", "clock"):
+            yield f"store_{name}", label, counters[name]
+        yield "limiter_most_in_flight", label, limiter["most_in_flight"] or 0
+        for reason in ("dropped", "given_up", "stale"):
             yield "store_removed", (*label, reason), counters[reason]
     for task, about in store["tasks"].items():
         for name in ("due", "claimed", "done", "released", "deaths", "set_back"):

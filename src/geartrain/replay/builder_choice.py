@@ -17,9 +17,9 @@ from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.distributed.torch_rank_group import as_rank_group
 from geartrain.replay.epochs import check_epochs
 from geartrain.replay.groups import check_grouping, device_for
-from geartrain.replay.kept_rows import check_keep
+from geartrain.replay.kept_rows import check_alone, check_keep
 from geartrain.replay.local_rows import LocalRows
-from geartrain.replay.packed_batch import check_packed
+from geartrain.replay.packed_batch import check_in_flight, check_packed
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.step_priorities import check_step_priorities
 from geartrain.replay.windows import as_windows
@@ -62,6 +62,8 @@ def open_builder(
         return make_samplers(stores, selection, config)
 
     def local(samplers: list[StoreSampler], lag: int | None, group: RankGroup | None) -> HostBatchBuilder:
+        if packed:
+            check_in_flight([store.limiter.state().most_in_flight for store in stores], config)
         rows = LocalRows(samplers, selection, config.batch_size, lag, config.extra_lag, group)
         return HostBatchBuilder(rows, config.transform)
 
@@ -87,6 +89,7 @@ def open_builder(
     def make_checked() -> list[StoreSampler]:
         samplers = make()
         if not alone:
+            check_alone(config.keep, selection, ranks.size)
             check_lag(samplers, config)
         return samplers
 

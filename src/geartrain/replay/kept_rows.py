@@ -7,7 +7,6 @@ survives every process. A replay that comes to a step whose rows are marked draw
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -79,6 +78,8 @@ class KeptRows:
         if step > saved or self._warned:
             return
         self._warned = True
+        import logging
+
         logging.getLogger(__name__).warning(
             "the replay of %r draws step %d anew: step %d was told to be saved, so that the rows of the steps before "
             "it are gone. Load the state of the last checkpoint",
@@ -111,6 +112,13 @@ def check_keep(keep: str | None, stores: Sequence[Store], selection: Selection, 
         _check_repeatable(strategy)
 
 
+def check_alone(keep: str | None, selection: Selection, ranks: int) -> None:
+    """Raises `ArgumentError` for what several ranks cannot do together yet."""
+    if keep is not None or any(traits_of(each).strict for each in strategies_of(selection)):
+        what = "keep='saved'" if keep is not None else "Fifo(strict=True)"
+        raise ArgumentError(f"{what} is for a replay in one process, found a group of {ranks} ranks")
+
+
 def _check_repeatable(strategy: object) -> None:
     """Raises `ArgumentError` for strategies whose batches are more than rows in their places."""
     traits = traits_of(strategy)  # type: ignore[arg-type]
@@ -125,4 +133,4 @@ def _check_repeatable(strategy: object) -> None:
         raise ArgumentError(f"keep='saved' repeats the rows of a batch and nothing else, and {strategy!r} {why}")
 
 
-__all__ = ["KeptRows", "check_keep"]
+__all__ = ["KeptRows", "check_alone", "check_keep"]

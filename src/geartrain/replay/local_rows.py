@@ -113,20 +113,19 @@ class LocalRows:
 
     def _packed(self, reader: PackedReader, step: int, state: State, admission: Admission) -> BuiltBatch:
         sampler, store_id = self.samplers[0], self.store_ids[0]
-        output = sampler.plan.output
+        output, of_job = sampler.plan.output, self.update_lag is not None
         repeated = sampler.repeat_packed(self.rows, step)
         if repeated is not None:
-            keys, values = repeated
-            self._packed_bytes += values.nbytes
-            batch = repeated_packed(reader, output, values, keys, step, sampler.traits.form)
-            self._read += len(batch)
-            return BuiltBatch(batch, state, admission=admission)
-        rows, found, last = sampler.sample_packed(self.rows, step, state[0], admission)
-        self._read += len(rows)
+            keys, found = repeated
+            batch = repeated_packed(reader, output, found, keys, store_id, step, sampler.traits.form, of_job=of_job)
+            after = state
+        else:
+            rows, found, last = sampler.sample_packed(self.rows, step, state[0], admission)
+            batch = sampled_packed(reader, output, found, rows, store_id, step, of_job=of_job)
+            after = [last]
+        self._read += len(batch)
         self._packed_bytes += found.nbytes
-        of_job = self.update_lag is not None
-        batch = sampled_packed(reader, output, found, rows, store_id, step, of_job=of_job)
-        return BuiltBatch(batch, [last], admission=admission)
+        return BuiltBatch(batch, after, admission=admission)
 
     def quotas(self, step: int) -> list[int]:
         """Rows from each store in the batch of a step."""

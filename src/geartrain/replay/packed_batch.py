@@ -239,33 +239,46 @@ def sampled_packed(
     of_job: bool = False,
 ) -> PackedBatch:
     """The batch of a replay's step; `of_job`: it is a global one, of one rank."""
-    keys = keys_of(rows, [store_id])
-    if of_job:
-        n = len(rows)
-        shard, draw = np.zeros(n, np.uint16), np.arange(n)
-        keys = Keys.of_rows(keys.row, keys.generation, store_id, shard=shard, draw=draw)
-    weights = rows.importance_weights()
     return packed_batch(
         reader,
         output,
         found,
-        keys,
+        _numbered(keys_of(rows, [store_id]), store_id, of_job),
         found.versions(),
         probability=rows.probability(),
-        importance_weights=weights,
+        importance_weights=rows.importance_weights(),
         step=step,
     )
 
 
 def repeated_packed(
-    reader: PackedReader, output: str, found: _native.PackedArrays, keys: Keys, step: int, form: str
+    reader: PackedReader,
+    output: str,
+    found: _native.PackedArrays,
+    keys: Keys,
+    store_id: int,
+    step: int,
+    form: str,
+    *,
+    of_job: bool = False,
 ) -> PackedBatch:
     """The batch of a replay's step that is drawn again.
 
     The probability is 1 in an order. Otherwise it is not known any more, and NaN.
     """
     probability = np.full(len(keys), 1.0 if form in ORDERS else np.nan)
-    return packed_batch(reader, output, found, keys, found.versions(), probability=probability, step=step)
+    return packed_batch(
+        reader, output, found, _numbered(keys, store_id, of_job), found.versions(), probability=probability, step=step
+    )
+
+
+def _numbered(keys: Keys, store_id: int, of_job: bool) -> Keys:
+    """Keys of a batch; those of a global one, of one rank, have draw numbers."""
+    if not of_job:
+        return keys
+    n = len(keys)
+    shard, draw = np.zeros(n, np.uint16), np.arange(n)
+    return Keys.of_rows(keys.row, keys.generation, store_id, shard=shard, draw=draw)
 
 
 def fetch_packed(
@@ -333,19 +346,27 @@ def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayCo
     over_steps = isinstance(selection, Epochs) and selection.over == "steps"
     if over_steps or any(traits_of(each).over_steps for each in strategies_of(selection)):
         raise ArgumentError(f"{what}: its rows have no steps, so that rows must be drawn; found {selection!r}")
-    for store in stores:
-        limit, rows = store.limiter.state().most_in_flight, max(config.batch_size, config.min_rows or 0)
-        if limit is not None and limit < rows:
-            raise ArgumentError(
-                f"{what}, and its limiter lets {limit} rows be in flight: a batch that needs {rows} would never be "
-                f"drawn. Raise store.limiter.set(in_flight=)"
-            )
     return True
+
+
+def check_in_flight(most: Sequence[int | None], config: ReplayConfig) -> None:
+    """Raises `ArgumentError` where fewer rows than a batch needs may be in flight.
+
+    Args:
+        most: as the limiter of each shard allows.
+    """
+    limits, rows = [each for each in most if each is not None], max(config.batch_size, config.min_rows or 0)
+    if len(limits) == len(most) and sum(limits) < rows:
+        raise ArgumentError(
+            f"the store's limiter lets {sum(limits)} rows be in flight, and a batch that needs {rows} would never be "
+            f"drawn: raise limiter.set(in_flight=)"
+        )
 
 
 __all__ = [
     "PackedBatch",
     "axes_of",
+    "check_in_flight",
     "check_packed",
     "fetch_packed",
     "packed_batch",

@@ -130,6 +130,7 @@ class StoreSampler(StoreWaits):
         self.traits = traits_of(strategy)
         self.strict = self.traits.strict
         self.redrawn = 0
+        self._used_up = 0  # last samples that were counted and not noted
         self.priority_copy: PriorityCopy | None = None
         self.alpha = alpha_at(strategy, 0)
         # Of a strategy that has its own traits at hand, and cannot change them.
@@ -616,8 +617,15 @@ class StoreSampler(StoreWaits):
 
     def count_samples(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """Counts the draws. Returns False for each row whose last allowed sample was drawn elsewhere first."""
-        taken = self.plan.store.native.count_samples(rows, generations)
+        taken, used_up = self.plan.store.native.count_samples(rows, generations)
+        self._used_up += used_up
         return taken != 0 if self.limited else np.ones(len(rows), bool)
+
+    def note_used_up(self, admission: Admission) -> None:
+        """Adds the rows whose last samples were counted to what a batch has in flight."""
+        used_up, self._used_up = self._used_up, 0
+        if used_up:
+            admission.used_up[self] = admission.used_up.get(self, 0) + used_up
 
     def release(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> None:
         """Releases rows whose last allowed samples these were, once they are copied."""

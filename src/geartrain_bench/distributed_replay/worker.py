@@ -141,12 +141,13 @@ class Rank:
 
     def warm(self, batches: int) -> dict[str, Any]:
         """Takes batches that are not measured."""
-        replay = self._prepared()
+        replay = self.prepared()
         for _ in range(batches):
             self._learn(replay, replay.sample())
         return {}
 
-    def _prepared(self) -> Replay:
+    def prepared(self) -> Replay:
+        """The replay; raises `ArgumentError` where there is none yet."""
         if self.replay is None:
             raise ArgumentError("batches before prepare")
         return self.replay
@@ -157,7 +158,7 @@ class Rank:
 
     def go(self, batches: int, train_ms: float) -> dict[str, Any]:
         """Takes batches and trains on each for `train_ms`: sleeps, as on a CPU while a GPU computes."""
-        replay = self._prepared()
+        replay = self.prepared()
         before = replay.stats()
         cpu_s = time.process_time()
         switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

@@ -48,7 +48,7 @@ class TextRank(Rank):
 
     def go(self, batches: int, train_ms: float) -> dict[str, Any]:
         """Takes batches, and sleeps for `train_ms` a thousand tokens of each."""
-        replay = self._prepared()
+        replay = self.prepared()
         before = replay.stats()
         ends_s, wait_s, tokens = [], 0.0, 0
         began_s = time.perf_counter()

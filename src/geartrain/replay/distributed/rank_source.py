@@ -167,6 +167,9 @@ class RankSource(ABC):
                 if attempt == MAX_ATTEMPTS or not isinstance(error, RowsLostError):
                     raise  # on all ranks; otherwise all of them draw again from what there is now
                 attempt += 1
+            finally:
+                for sampler in self.samplers:
+                    sampler.note_used_up(admission)
 
     @abstractmethod
     def build_once(

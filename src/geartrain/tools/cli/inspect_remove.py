@@ -258,6 +258,7 @@ def _describe(store: Store) -> dict[str, Any]:
         "counters": store.stats(),
         "axes": list(store.axes),
         "tasks": tasks_of(store),
+        "limiter": str(store.limiter.state()),
         "versions": [int(status["version"].min()), int(status["version"].max())] if len(priorities) else None,
         "priorities": {"edges": edges.tolist(), "rows": counts.tolist(), "zero": int((priorities == 0).sum())},
     }
@@ -270,9 +271,14 @@ def _row_bytes(store: Store, name: str) -> int | None:
     return store.fields[name].block_nbytes(store.max_length)
 
 
-def _print_tasks(tasks: dict[str, Any]) -> None:
+def _print_tasks(about: dict[str, Any]) -> None:
+    tasks, counters = about["tasks"], about["counters"]
     if not tasks:
         return
+    out.print(
+        f"clock {counters['clock']:,}, {counters['in_flight']:,} rows in flight, {counters['stale']:,} ended for their "
+        f"age; limiter: {about['limiter']}"
+    )
     table = make_table("task", "due", "claimed", "done", "released", "deaths", "set back", "oldest claim")
     for name, task in tasks.items():
         figures, pid = task["figures"], task["oldest_pid"]
@@ -328,7 +334,7 @@ def _print_store(about: dict[str, Any]) -> None:
             "as it comes" if field["row_bytes"] is None else f"{field['row_bytes']:,}",
         )
     out.print(table)
-    _print_tasks(about["tasks"])
+    _print_tasks(about)
     limits = {key: value for key, value in about["options"].items() if value is not None}
     out.print("options   " + escape(", ".join(f"{key}={value}" for key, value in limits.items())))
     shown = {key: value for key, value in about["counters"].items() if value}

@@ -224,8 +224,13 @@ def _tasks(view: HostView) -> Iterator[Line]:
 
 def _limiter(store: Mapping[str, Any]) -> str:
     limiter, rates = store["limiter"], store["rates"]
-    if not limiter["enabled"]:
-        return "off"
+    if limiter["most_in_flight"] is not None:
+        flying = f"{limiter['in_flight']:,} of {limiter['most_in_flight']:,} in flight"
+        return f"{flying}, {_ratio(limiter, rates)}" if limiter["enabled"] else flying
+    return _ratio(limiter, rates) if limiter["enabled"] else "off"
+
+
+def _ratio(limiter: Mapping[str, Any], rates: Mapping[str, float]) -> str:
     if limiter["selectable"] < limiter["min_size_to_sample"]:
         return f"below {limiter['min_size_to_sample']:,} {limiter['unit']}"
     waits = [f"{what} waits" for what in ("insert", "sample") if rates.get(f"{what}_wait_s", 0.0) > 0.05]
