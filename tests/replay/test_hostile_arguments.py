@@ -142,6 +142,7 @@ REPLAY: dict[str, Callable[[Any], bool]] = {
     "seed": whole(0, 2**64 - 1),
     "view": lambda value: value is None,
     "transform": lambda value: value is None or callable(value),
+    "balance": lambda value: value is None,  # and no axes
     "keep": lambda value: value is None,  # the store has no tasks
 }
 
