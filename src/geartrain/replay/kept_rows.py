@@ -95,6 +95,8 @@ class KeptRows:
 
     def warn_of_lost(self, step: int, lost: int, n: int) -> None:
         """Logs that a batch is drawn anew which not all shards have rows of."""
+        import logging
+
         logging.getLogger(__name__).warning(
             "the replay of %r draws step %d anew: %d of its %d rows are missing, because a process died while it was "
             "drawn, a row was deleted, or the shard of a host is lost",

@@ -305,7 +305,7 @@ class PackedRankRows(RankSource):
     # --- a batch ------------------------------------------------------------------------------------------------
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> Any:
-        """This rank's part of the batch; errors as of other sources. A batch that is repeated waits for no rate limiter."""
+        """This rank's part of the batch, with the errors of all sources. A repeated batch waits for no rate limiter."""
         began_s = time.perf_counter()
         self._admitted = False
         self._sampler.step = step
