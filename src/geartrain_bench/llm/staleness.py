@@ -3,8 +3,8 @@
     python -m geartrain_bench.llm.staleness
 
 Rollout slots answer prompts, oldest first, in lognormal times. One learner trains on batches of the oldest answered
-rows, and advances the clock after each. A row's staleness is the clock at its draw minus its version. `run` lets a store
-and the simulation go through the same events in simulated time, where they must agree to the row. `measure` lets
+rows, and advances the clock after each. A row's staleness is the clock at its draw minus its version. `run` lets a
+store and the simulation go through the same events in simulated time, where they must agree to the row. `measure` lets
 threads sleep for these times, which is a run as a user has it.
 """
 
