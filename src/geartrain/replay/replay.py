@@ -432,12 +432,12 @@ class Replay:
             >>> tasks = {"train": gt.Task()}
             >>> store = gt.Store.create({"x": gt.Field((), "int64")}, tasks=tasks, capacity=4, span_bytes=4096)
             >>> _ = store.insert({"x": [1, 2, 3, 4]})
-            >>> with gt.Replay(store, gt.selection.Fifo(), 2, keep="saved") as replay:
+            >>> with gt.Replay(store, gt.selection.Fifo(), 2, keep="saved", prefetch=0) as replay:
             ...     batch = replay.sample()
             ...     kept = store.stats()["kept"]
             ...     replay.saved(batch.step)  # after the checkpoint
             ...     kept, store.stats()["kept"]
-            (4, 2)
+            (2, 0)
             >>> store.close()
         """
         self._check_open()
