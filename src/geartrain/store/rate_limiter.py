@@ -172,9 +172,8 @@ class RateLimiter:
                 tasks and `in_flight` or `max_stale` is given.
         """
         of_tasks = self._limits_of_tasks(in_flight, max_stale)
-        if of_tasks is not None and (samples_per_insert, min_size_to_sample, error_buffer, unit, afresh) == (
-            None, None, None, "rows", None,
-        ):  # fmt: skip
+        alone = samples_per_insert is None and min_size_to_sample is None and error_buffer is None and afresh is None
+        if of_tasks is not None and alone and check_choice("unit", unit, UNITS) == "rows":
             self._native.limit_tasks(*of_tasks)
             return
         if min_size_to_sample is None:
@@ -208,7 +207,8 @@ class RateLimiter:
 
     def _limits_of_tasks(self, in_flight: Limit, max_stale: Limit) -> tuple[int | None, int | None] | None:
         """Both limits of stores with tasks as they are to be; None where they stay."""
-        if in_flight == "keep" and max_stale == "keep":
+        keeps = [isinstance(each, str) and each == "keep" for each in (in_flight, max_stale)]
+        if all(keeps):
             return None
         now = self.state()
         if now.in_flight is None:
@@ -216,15 +216,12 @@ class RateLimiter:
                 "in_flight= and max_stale= limit rows that pass through tasks, and this store has none: limit it by "
                 "samples_per_insert=, or create it with tasks="
             )
-        if in_flight == "keep":
-            in_flight = now.most_in_flight
-        elif in_flight is not None:
-            in_flight = whole_number("in_flight", in_flight, 2**32, least=1)
-        if max_stale == "keep":
-            max_stale = now.max_stale
-        elif max_stale is not None:
-            max_stale = whole_number("max_stale", max_stale, 2**62)
-        return in_flight, max_stale
+        most, stale = now.most_in_flight, now.max_stale
+        if not keeps[0]:
+            most = None if in_flight is None else whole_number("in_flight", in_flight, 2**32, least=1)
+        if not keeps[1]:
+            stale = None if max_stale is None else whole_number("max_stale", max_stale, 2**62)
+        return most, stale
 
     def off(self) -> None:
         """Turns the limiter off, `in_flight` and `max_stale` included. Calls that wait continue."""

@@ -11,7 +11,7 @@ from hostile.values import SECONDS, SHORT_S, Door, choice, door, flag, number, w
 
 @door(
     "RateLimiter.set",
-    min_size_to_sample=whole(1, 2**32),
+    min_size_to_sample=whole(1, 2**32, none=True),
     error_buffer=number(1, none=True),
     unit=choice("rows", "steps"),
     afresh=lambda value: value is None or flag(value),

@@ -80,7 +80,21 @@ def claim(tools: Tools) -> Door:
     def call(**given: Any) -> None:
         there.claim(**given).release()
 
-    return call, {"task": "work", "n": 2, "max_items": 4, "of": "m", "output": "numpy"}
+    return call, {"task": "work", "n": 2, "max_items": 4, "of": "m", "output": "numpy", "version": 3}
+
+
+@door("Store.advance", version=whole(0, 2**63 - 1))
+def advance(tools: Tools) -> Door:
+    return tools.enter(new_store(tools)).advance, {"version": 3}
+
+
+@door(
+    "RateLimiter.set, with tasks",
+    in_flight=lambda value: isinstance(value, str) or whole(1, 2**32, none=True)(value),
+    max_stale=lambda value: isinstance(value, str) or whole(0, 2**62, none=True)(value),
+)
+def limits(tools: Tools) -> Door:
+    return tools.enter(new_store(tools)).limiter.set, {"in_flight": 20, "max_stale": 4}
 
 
 @door("Store.claims", task=nothing, n=COUNT, timeout_s=LIMIT, output=nothing)
