@@ -82,11 +82,11 @@ def problem(rng: np.random.Generator, tool: bool) -> tuple[str, int]:
 
 
 def example(rng: np.random.Generator, tool: bool) -> tuple[str, str, list[bool]]:
-    """A prompt, an answer, and which of its characters the model shall write. With a tool every other one guesses."""
+    """A prompt, an answer, and which of its characters the model shall write. With a tool three of four guess."""
     prompt, result = problem(rng, tool)
     if not tool:
         answer = f"{result}\n"
-    elif rng.integers(2):
+    elif rng.integers(4):
         answer = f"{rng.integers(100, 10_000)}\n"
     else:
         call = f"[{prompt[:-1]}]"
@@ -307,13 +307,17 @@ def train(context: Any, steps: int, supervised: int, save_every: int, seed: int,
     """One rank. Trains, publishes and saves; after a death it continues from the last checkpoint."""
     store = context.store(FIELDS, tasks=TASKS, capacity=IN_FLIGHT + PROMPTS * (save_every + 2), span_bytes=1 << 24)
     store.limiter.set(in_flight=IN_FLIGHT)
-    rank, world_size, file = context.rank, context.world_size, Path(folder, "learner.pt")
+    rank, world_size = context.rank, context.world_size
+    begin, file = Path(folder, "supervised.pt"), Path(folder, "learner.pt")
     torch.manual_seed(seed)
     model = make_model()
     ranks = DistributedDataParallel(model)
-    if not file.exists():
+    if begin.exists():
+        model.load_state_dict(torch.load(begin))
+    else:
         supervise(ranks, supervised, np.random.default_rng([seed, 2, rank]), tool)
-        write_file(Path(folder, "supervised.pt"), functools.partial(torch.save, model.state_dict()))
+        if rank == 0:
+            write_file(begin, functools.partial(torch.save, model.state_dict()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
     replay = gt.Replay(
         store, gt.selection.Fifo(), PROMPTS, group=dist.group.WORLD, balance="tokens", keep="saved", prefetch=0

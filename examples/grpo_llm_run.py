@@ -181,7 +181,7 @@ def tell(seed: int, result: dict[str, Any]) -> None:
         print(
             f"  kills {sum(result['kills'].values())} ({result['kills']}), all processes up again after "
             f"{np.mean(result['down_s'] or [0]):.1f} s; steps trained again {result['again']}, of these on other rows "
-            f"{result['again_on_other_rows']}"
+            f"{result['again_on_other_rows']}; restarts {sum(result['restarts'].values())}"
         )
 
 
@@ -217,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     text.add_argument("--supervised", type=int, default=300, help="steps of the supervised phase (300)")
     text.add_argument("--seeds", type=int, default=3, help="runs, one after the other (3)")
     text.add_argument("--tool", action="store_true", help="products of two digits each, with a calculator to ask")
-    text.add_argument("--learners", type=int, default=1, help="ranks (1)")
+    text.add_argument("--learners", type=int, default=2, help="ranks (2)")
     text.add_argument("--save-every", type=int, default=10, help="steps between two checkpoints (10)")
     text.add_argument(
         "--kill-every", type=float, default=0.0, help="seconds from when all processes are up to a SIGKILL; 0: none"

@@ -123,4 +123,6 @@ def test_a_run_with_deaths_trains_each_row_once(tmp_path: Path) -> None:
     (found,) = json.loads(figures.read_text()).values()
     assert found["steps"] == 12 and found["rows"] == 12 * grpo_llm.PROMPTS
     assert (found["rows_twice"], found["rows_missing"], found["again_on_other_rows"]) == (0, 0, 0)
-    assert sum(found["kills"].values()) > 0 and picture.stat().st_size > 5000
+    kills, restarts = sum(found["kills"].values()), sum(found["restarts"].values())
+    assert kills > 0 and kills - 1 <= restarts <= kills, "nothing fails of itself; the last kill may be at the end"
+    assert picture.stat().st_size > 5000
