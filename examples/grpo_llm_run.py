@@ -150,7 +150,7 @@ def measure(folder: Path, watcher: Watcher, summary: launch.Summary) -> dict[str
 
 def run(seed: int, chosen: argparse.Namespace) -> dict[str, Any]:
     folder = chosen.folder / f"seed-{seed}"
-    job = make_job(f"grpo-llm-{os.getpid()}-{seed}", folder, seed, chosen)
+    job = make_job(f"{chosen.folder.name}-{seed}", folder, seed, chosen)
     watcher = Watcher(job, chosen.kill_every, seed)
     watcher.start()
     try:
@@ -223,7 +223,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--kill-every", type=float, default=0.0, help="seconds from when all processes are up to a SIGKILL; 0: none"
     )
     text.add_argument("--timeout-s", type=float, default=3600.0, help="longest time of a run, in seconds (3600)")
-    text.add_argument("--folder", type=Path, help="logs and checkpoints (runs/grpo-llm-TIME)")
+    text.add_argument(
+        "--folder",
+        type=Path,
+        help="of logs and checkpoints (runs/grpo-llm-TIME); with those of a run that was killed, continues it",
+    )
     text.add_argument("--json", type=Path, help="write the figures here")
     text.add_argument("--plot", type=Path, help="draw them here (PNG)")
     chosen = text.parse_args(arguments)
