@@ -335,7 +335,9 @@ def test_calls_with_nonsense_are_refused_and_change_nothing(store: gt.Store) -> 
         "samples_per_insert": (
             lambda value: store.limiter.set(samples_per_insert=value), number(0, above=True, none=True)
         ),
-        "min_size_to_sample": (lambda value: store.limiter.set(min_size_to_sample=value), whole(1, 2**32)),
+        "min_size_to_sample": (
+                lambda value: store.limiter.set(min_size_to_sample=value), whole(1, 2**32, none=True)
+            ),
         "select n": (lambda value: Uniform().select(numbers, value, 0), whole(1, 8)),
         "select step": (lambda value: Uniform().select(numbers, 2, value), whole(0, 2**64 - 1)),
     }  # fmt: skip
