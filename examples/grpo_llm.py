@@ -12,13 +12,13 @@ A row is a prompt with its answers, as bytes. Each process claims the rows that 
 a million parameters first sees solved problems until some of its answers are right. From then on a program checks the
 answers, and GRPO makes the right ones likelier. This file has the processes; grpo_llm_run.py starts and measures them.
 
-What a death leaves:
+After a death:
 
-- The claims of a dead process are due again, and an answer that it began is continued.
-- Learners load the last checkpoint and train the steps behind it again, on the same rows in the same order. The store
-  keeps rows until `replay.saved`, and takes each from the limit of rows in flight once.
-- The loader notes the number of the next prompt before it inserts some. A death in between skips these prompts, and no
-  prompt comes twice.
+- The claims of the dead process are due again, and an answer that it began is continued.
+- All learners start again, load the last checkpoint, and train the steps behind it again on the same rows, because the
+  store keeps trained rows until `replay.saved`.
+- The loader continues behind the number that it noted last. It notes a number before it inserts the prompts up to it: a
+  death in between skips these prompts, and none comes twice.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def problem(rng: np.random.Generator, tool: bool) -> tuple[str, int]:
 
 
 def example(rng: np.random.Generator, tool: bool) -> tuple[str, str, list[bool]]:
-    """A prompt, an answer, and which of its characters the model shall write. With a tool every other one guesses."""
+    """A prompt, an answer, and which of its characters the model shall write. With a tool three of four guess."""
     prompt, result = problem(rng, tool)
     if not tool:
         answer = f"{result}\n"
-    elif rng.integers(2):
+    elif rng.integers(4):
         answer = f"{rng.integers(100, 10_000)}\n"
     else:
         call = f"[{prompt[:-1]}]"
@@ -182,16 +182,16 @@ def write(model: Any, texts: list[bytes]) -> list[tuple[bytes, np.ndarray]]:
 
 def load(context: Any, seed: int, tool: bool, folder: str) -> None:
     """Inserts numbered prompts, and waits while enough rows are in flight."""
-    store, noted, waited_s = context.store(), Path(folder, "next-prompt"), 0.0
+    store, noted, rows, waited_s = context.store(), Path(folder, "next-prompt"), 0, 0.0
     while not context.stopping:
         first = int(noted.read_text()) if noted.exists() else 0
         numbers = list(range(first, first + 4))
-        write_file(noted, lambda path, after=first + 4: path.write_text(f"{after}"))
+        write_file(noted, functools.partial(Path.write_text, data=f"{first + 4}"))
         prompts = [problem(np.random.default_rng([seed, 1, number]), tool)[0] for number in numbers]
         began_s = time.perf_counter()
         store.insert({"number": numbers, "prompt": [list(prompt.encode()) for prompt in prompts]})
-        waited_s += time.perf_counter() - began_s
-        context.report(rows=first + 4, wait_s=waited_s)
+        rows, waited_s = rows + len(numbers), waited_s + time.perf_counter() - began_s
+        context.report(rows=rows, wait_s=waited_s)
 
 
 class Rollout:
@@ -307,13 +307,17 @@ def train(context: Any, steps: int, supervised: int, save_every: int, seed: int,
     """One rank. Trains, publishes and saves; after a death it continues from the last checkpoint."""
     store = context.store(FIELDS, tasks=TASKS, capacity=IN_FLIGHT + PROMPTS * (save_every + 2), span_bytes=1 << 24)
     store.limiter.set(in_flight=IN_FLIGHT)
-    rank, world_size, file = context.rank, context.world_size, Path(folder, "learner.pt")
+    rank, world_size = context.rank, context.world_size
+    begin, file = Path(folder, "supervised.pt"), Path(folder, "learner.pt")
     torch.manual_seed(seed)
     model = make_model()
     ranks = DistributedDataParallel(model)
-    if not file.exists():
+    if begin.exists():
+        model.load_state_dict(torch.load(begin))
+    else:
         supervise(ranks, supervised, np.random.default_rng([seed, 2, rank]), tool)
-        write_file(Path(folder, "supervised.pt"), functools.partial(torch.save, model.state_dict()))
+        if rank == 0:
+            write_file(begin, functools.partial(torch.save, model.state_dict()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
     replay = gt.Replay(
         store, gt.selection.Fifo(), PROMPTS, group=dist.group.WORLD, balance="tokens", keep="saved", prefetch=0
@@ -329,9 +333,7 @@ def train(context: Any, steps: int, supervised: int, save_every: int, seed: int,
         first = replay.step
         while replay.step < steps:
             batch = replay.sample()
-            for mini in batch.mini_batches(
-                PROMPTS // 2, seed=seed
-            ):  # an update each, with the same rows on any number of ranks
+            for mini in batch.mini_batches(PROMPTS // 2, seed=seed):  # the same rows on any number of ranks
                 for micro in mini.micro_batches(max_items=256, of=("prompt", "tokens")):
                     both = micro.joined("prompt", "ids")
                     new = both.part("ids", log_probs(ranks, both.values, both.position_ids))

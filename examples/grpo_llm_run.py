@@ -150,7 +150,7 @@ def measure(folder: Path, watcher: Watcher, summary: launch.Summary) -> dict[str
 
 def run(seed: int, chosen: argparse.Namespace) -> dict[str, Any]:
     folder = chosen.folder / f"seed-{seed}"
-    job = make_job(f"grpo-llm-{os.getpid()}-{seed}", folder, seed, chosen)
+    job = make_job(f"{chosen.folder.name}-{seed}", folder, seed, chosen)
     watcher = Watcher(job, chosen.kill_every, seed)
     watcher.start()
     try:
@@ -181,7 +181,7 @@ def tell(seed: int, result: dict[str, Any]) -> None:
         print(
             f"  kills {sum(result['kills'].values())} ({result['kills']}), all processes up again after "
             f"{np.mean(result['down_s'] or [0]):.1f} s; steps trained again {result['again']}, of these on other rows "
-            f"{result['again_on_other_rows']}"
+            f"{result['again_on_other_rows']}; restarts {sum(result['restarts'].values())}"
         )
 
 
@@ -217,13 +217,17 @@ def main(arguments: list[str] | None = None) -> int:
     text.add_argument("--supervised", type=int, default=300, help="steps of the supervised phase (300)")
     text.add_argument("--seeds", type=int, default=3, help="runs, one after the other (3)")
     text.add_argument("--tool", action="store_true", help="products of two digits each, with a calculator to ask")
-    text.add_argument("--learners", type=int, default=1, help="ranks (1)")
+    text.add_argument("--learners", type=int, default=2, help="ranks (2)")
     text.add_argument("--save-every", type=int, default=10, help="steps between two checkpoints (10)")
     text.add_argument(
         "--kill-every", type=float, default=0.0, help="seconds from when all processes are up to a SIGKILL; 0: none"
     )
     text.add_argument("--timeout-s", type=float, default=3600.0, help="longest time of a run, in seconds (3600)")
-    text.add_argument("--folder", type=Path, help="logs and checkpoints (runs/grpo-llm-TIME)")
+    text.add_argument(
+        "--folder",
+        type=Path,
+        help="of logs and checkpoints (runs/grpo-llm-TIME); with those of a run that was killed, continues it",
+    )
     text.add_argument("--json", type=Path, help="write the figures here")
     text.add_argument("--plot", type=Path, help="draw them here (PNG)")
     chosen = text.parse_args(arguments)

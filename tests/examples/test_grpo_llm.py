@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -118,9 +119,11 @@ def test_a_run_with_deaths_trains_each_row_once(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the example draws with matplotlib")
     figures, picture = tmp_path / "figures.json", tmp_path / "figures.png"
     size = ["--steps", "12", "--supervised", "60", "--seeds", "1", "--save-every", "4", "--kill-every", "1"]
-    files = ["--folder", str(tmp_path / "logs"), "--json", str(figures), "--plot", str(picture)]
+    files = ["--folder", str(tmp_path / f"grpo-llm-{os.getpid()}"), "--json", str(figures), "--plot", str(picture)]
     assert grpo_llm_run.main([*size, *files, "--timeout-s", f"{patience(400):g}"]) == 0
     (found,) = json.loads(figures.read_text()).values()
     assert found["steps"] == 12 and found["rows"] == 12 * grpo_llm.PROMPTS
     assert (found["rows_twice"], found["rows_missing"], found["again_on_other_rows"]) == (0, 0, 0)
-    assert sum(found["kills"].values()) > 0 and picture.stat().st_size > 5000
+    kills, restarts = sum(found["kills"].values()), sum(found["restarts"].values())
+    assert kills > 0 and kills - 1 <= restarts <= kills, "nothing fails of itself; the last kill may be at the end"
+    assert picture.stat().st_size > 5000
