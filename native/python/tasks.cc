@@ -136,7 +136,8 @@ void set_lengths(const Tasks& tasks, const LengthTable& lengths, std::span<TaskR
 
 // --- inserts --------------------------------------------------------------------------------------------------------
 
-// Inserts rows, all or none. Returns (rows, generations); None where there was no room in time.
+// Inserts rows, all or none. Returns (rows, generations); None where there was no room in time; how many of them to
+// insert first where fewer may be in flight now.
 nb::object insert_with_spans(Store& store, size_t n, const nb::list& sources, const LengthTable& lengths,
                              const std::optional<In<double>>& priorities, const std::optional<In<int64_t>>& versions,
                              unsigned threads, double timeout_s) {
@@ -158,6 +159,7 @@ nb::object insert_with_spans(Store& store, size_t n, const nb::list& sources, co
     }
   }
   const CommitValues commit{{}, view(priorities), view(versions)};
+  uint64_t first = 0;
   const bool inserted = patiently(timeout_s, [&](Deadline slice, Deadline) {
     const Store::Call call(store);
     store.check_values(n, commit);
@@ -165,6 +167,10 @@ nb::object insert_with_spans(Store& store, size_t n, const nb::list& sources, co
     for (;;) {
       const uint32_t seen = tasks.table().space_changes.load(std::memory_order_acquire);
       if (tasks.begin_insert(rows)) break;
+      if (const uint64_t places = tasks.places_in_flight(); n > 1 && places < n) {
+        first = std::max<uint64_t>(1, places);
+        return true;
+      }
       if (slice.passed()) return false;
       tasks.await_space(seen, seconds_left(slice));
     }
@@ -184,6 +190,7 @@ nb::object insert_with_spans(Store& store, size_t n, const nb::list& sources, co
     return true;
   });
   if (!inserted) return nb::none();
+  if (first != 0) return nb::int_(first);
   return nb::make_tuple(to_numpy(std::move(numbers)), to_numpy(std::move(generations)));
 }
 

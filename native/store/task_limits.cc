@@ -43,9 +43,9 @@ void Tasks::check_in_flight(uint64_t rows) const {
        " rows be in flight; insert fewer at a time, or raise it by limiter.set(in_flight=)");
 }
 
-bool Tasks::has_place_for(uint64_t rows) const {
+uint64_t Tasks::places_in_flight() const {
   const uint64_t most = table_->most_in_flight.load(kRelaxed);
-  return most == 0 || in_flight() + rows <= most;
+  return most == 0 ? UINT64_MAX : most - std::min(most, in_flight());
 }
 
 void Tasks::finished(uint64_t rows) {

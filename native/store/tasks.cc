@@ -297,9 +297,9 @@ bool Tasks::begin_insert(std::span<TaskRow> rows) {
   Store::Guard guard(store_);
   Control& c = store_.control();
   store_.release_abandoned_locked();
-  if (!has_place_for(rows.size())) {
+  if (places_in_flight() < rows.size()) {
     store_.reap_now_and_then();
-    if (!has_place_for(rows.size())) return false;
+    if (places_in_flight() < rows.size()) return false;
   }
   if (c.free_count < rows.size()) store_.reap_locked();
   table_->asked_rows = rows.size();

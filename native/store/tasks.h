@@ -162,6 +162,8 @@ class Tasks {
   uint64_t in_flight() const;  // exact under the lock
   // Throws full for an insert of more rows than may be in flight.
   void check_in_flight(uint64_t rows) const;
+  // How many more rows may be inserted now.
+  uint64_t places_in_flight() const;
   // Batches of this client, of so many rows that the draw used up, are finished or given up.
   void finished(uint64_t rows);
   int64_t clock() const { return table_->clock.load(kRelaxed); }
@@ -277,7 +279,6 @@ class Tasks {
   bool is_held(uint32_t row) const;
   bool end_if_stale(uint32_t row, Woken& woken);  // a row under way
   void end_stale_rows();
-  bool has_place_for(uint64_t rows) const;
   bool may_rewrite(const TaskRow& row, uint32_t task) const;
   template <typename Act>
   uint64_t for_taken(uint64_t first, uint64_t last, Act&& act);

@@ -540,7 +540,7 @@ class Store:
         versions: _I64 | None,
         threads: int,
         timeout_s: float,
-    ) -> tuple[_U32, _U32] | None: ...
+    ) -> tuple[_U32, _U32] | int | None: ...
     # (rows, generations, claims, lengths); None: in time none was due; True: none can become due any more.
     def claim_rows(
         self, task: int, most: int, max_items: int, axis: int, timeout_s: float, later: bool = False

@@ -74,7 +74,8 @@ class TaskedStore(WritableStore):
 
         Cost: one copy, which bypasses the cache if it is large. A call takes about 2 us for C-contiguous NumPy arrays
         of the fields' dtypes without lengths, priorities and versions, and about 10 us otherwise. More than 1024 rows,
-        or half the store's, are inserted in several parts. Each part is atomic.
+        or half the store's, or more than may be in flight at the moment, are inserted in several parts. Each part is
+        atomic.
         """
         if self.plan is None:
             if timeout_s is not None:
@@ -112,19 +113,54 @@ class TaskedStore(WritableStore):
         if n == 0:
             return Keys.empty()
         self.native.check_in_flight(n)
-        as_priorities = as_column(priorities, n, np.float64, "priorities")
-        as_versions = as_column(versions, n, np.int64, "versions")
-        piece = max(1, min(_PIECE, self.capacity // 2))
-        if n > piece:
-            return self._insert_pieces(given, known, as_priorities, as_versions, threads, casting, timeout_s, n, piece)
+        of_rows = as_column(priorities, n, np.float64, "priorities"), as_column(versions, n, np.int64, "versions")
+        most = size = max(1, min(_PIECE, self.capacity // 2))
+        if n <= most:
+            found = self._insert_together(n, sources, table, of_rows, threads, timeout_s)
+            if isinstance(found, Keys):
+                return found
+            size = found
+        ends = {axis: np.concatenate([[0], np.cumsum(column, dtype=np.int64)]) for axis, column in known.items()}
+        inserted, at = [], 0
+        while at < n:
+            rows = slice(at, min(at + size, n))
+            part = {
+                name: part_of(plan.fields[name], data, rows, ends.get(plan.fields[name].axis or ""))
+                for name, data in given.items()
+            }
+            its = {axis: column[rows] for axis, column in known.items()}
+            count, sources, table = collect(plan, part, part, known=its, how=how, casting=casting)
+            columns = [None if column is None else column[rows] for column in of_rows]
+            try:
+                found = self._insert_together(count, sources, table, columns, threads, timeout_s)
+            except (WaitTimeoutError, NoSpaceError) as error:
+                raise type(error)(f"{error}. The first {at} of {n} rows are in the store") from None
+            if isinstance(found, Keys):
+                inserted.append(found)
+                at, size = rows.stop, most
+            else:
+                size = found
+        return Keys.join(inserted)
+
+    def _insert_together(
+        self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float
+    ) -> Keys | int:
+        """Inserts rows, all or none; returns how many to insert first if fewer of them may be in flight now.
+
+        The batch whose end makes places may need these, so the others alone wait.
+        """
         self.limiter.admit_inserts(n, timeout_s)
         try:
-            found = self.native.insert_with_spans(n, sources, table, as_priorities, as_versions, threads, timeout_s)
+            priorities, versions = of_rows
+            found = self.native.insert_with_spans(n, sources, table, priorities, versions, threads, timeout_s)
             if found is None:
                 raise self._waited_for_room(n, timeout_s)
         except BaseException:
             self.limiter.give_back(inserts=n)
             raise
+        if isinstance(found, int):
+            self.limiter.give_back(inserts=n)
+            return found
         return Keys.of_rows(*found, self.id)
 
     def _waited_for_room(self, n: int, timeout_s: float) -> WaitTimeoutError:
@@ -140,36 +176,6 @@ class TaskedStore(WritableStore):
             f"be drawn, the others are being inserted or in batches that are not finished. Start processes for what "
             f"lags, or raise limiter.set(in_flight=)"
         )
-
-    def _insert_pieces(
-        self, given: Any, known: Any, priorities: Any, versions: Any, threads: Any, casting: Any, timeout_s: Any,
-        n: int, piece: int,
-    ) -> Keys:  # fmt: skip
-        """Inserts more rows than may go in together, part after part."""
-        assert self.plan is not None
-        ends = {axis: np.concatenate([[0], np.cumsum(column, dtype=np.int64)]) for axis, column in known.items()}
-        inserted = []
-        for at in range(0, n, piece):
-            rows = slice(at, min(at + piece, n))
-            fields = self.plan.fields
-            part = {
-                name: part_of(fields[name], data, rows, ends.get(fields[name].axis or ""))
-                for name, data in given.items()
-            }
-            try:
-                keys = self.insert(
-                    part,
-                    lengths={axis: column[rows] for axis, column in known.items()} or None,
-                    priorities=None if priorities is None else priorities[rows],
-                    versions=None if versions is None else versions[rows],
-                    threads=threads,
-                    casting=casting,
-                    timeout_s=timeout_s,
-                )
-            except (WaitTimeoutError, NoSpaceError) as error:
-                raise type(error)(f"{error}. The first {at} of {n} rows are in the store") from None
-            inserted.append(keys)
-        return Keys.join(inserted)
 
     def finish(self) -> None:
         """Says that no more rows will be inserted.
