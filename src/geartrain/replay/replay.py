@@ -447,7 +447,8 @@ class Replay:
             raise ArgumentError("this replay keeps no rows: make it with keep='saved'")
         if not 0 <= step < self.step:
             raise ArgumentError(
-                f"saved is told the number of a batch that was delivered (batch.step), below {self.step}; found {step}"
+                f"step {step} was not delivered yet; this replay's next batch is step {self.step}: pass `batch.step` "
+                "of the last batch that the checkpoint includes"
             )
         kept.saved(int(step))
 
