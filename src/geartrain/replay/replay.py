@@ -126,8 +126,9 @@ class Replay:
         view: `geartrain.Transitions`, for batches of transitions instead of windows. In host memory only. Over several
             ranks each rank builds the transitions of its own rows and sends only these.
         keep: "saved" keeps the rows of each batch in a store with tasks until `saved` is called, so that a run that is
-            killed draws the same batches again (docs/tasks.md). Each row must be drawn once (`max_times_sampled=1`, the
-            default with tasks), and only this replay draws from the store. By default the draw frees a row.
+            killed draws the same batches again (docs/training-from-tasks.md). Each row must be drawn once
+            (`max_times_sampled=1`, the default with tasks), and only this replay draws from the store. By default the
+            draw frees a row.
         transform: called with each batch where it is built, usually on the prefetch thread. `sample` returns what it
             returns, and raises what it raises; the next `sample` then draws the same batch again. Over several ranks
             each rank transforms its own part of the batch, and an error ends the group. In host memory only.
