@@ -159,7 +159,7 @@ def test_a_worker_that_waits_says_which_task_lags(store_name, monkeypatch, capfd
         context = launch.Context()
         context.reporter = Beats(2)
         work(context, **role.args)
-    assert "'answer' lags by 2 rows, 2 due and 0 claimed by nobody" in capfd.readouterr().out
+    assert "'answer' lags by 2 rows, 2 due and 0 claimed: start a process" in capfd.readouterr().out
 
 
 class Beats(Reporter):

@@ -178,6 +178,26 @@ def test_what_can_never_be_is_refused_at_once(store: gt.Store) -> None:
         gt.Replay(store, gt.selection.Fifo(), batch_size=41)
     with pytest.raises(ArgumentError, match="a batch that needs 50"):
         gt.Replay(store, gt.selection.Fifo(), batch_size=4, min_rows=50)
+    store.limiter.set(in_flight=None)
+    with pytest.raises(ArgumentError, match=f"has room for {store.capacity} rows.*larger capacity="):
+        gt.Replay(store, gt.selection.Fifo(), batch_size=store.capacity + 1)
+
+
+def test_a_limit_that_is_lowered_below_a_batch_ends_the_wait_for_it(store: gt.Store) -> None:
+    with gt.Replay(store, gt.selection.Fifo(), 4, prefetch=0, timeout_s=patience(5)) as replay, store.expect_writers():
+        store.limiter.set(in_flight=2)
+        insert(store, 2)
+        with pytest.raises(NotEnoughRowsError, match=r"needs 4 .*lets 2 rows be in flight: raise limiter"):
+            replay.sample()
+        with pytest.raises(WaitTimeoutError, match=r"2 rows are in flight, and the limiter lets 2 be"):
+            insert(store, 1, timeout_s=0.01)
+
+
+def test_a_batch_without_rows_tells_which_task_lags(store: gt.Store) -> None:
+    with gt.Replay(store, gt.selection.Fifo(), 4, prefetch=0) as replay:
+        with pytest.raises(NotEnoughRowsError, match=r"no row is under way; insert some.*expect_writers") as raised:
+            replay.sample()
+        assert "recorder" not in str(raised.value)
 
 
 @pytest.mark.parametrize("limits", [{"in_flight": 0}, {"in_flight": 1.5}, {"max_stale": -1}, {"max_stale": "no"}])
@@ -272,7 +292,7 @@ def test_the_clock_only_grows_but_for_a_loaded_state(store: gt.Store) -> None:
             store.advance(bad)  # type: ignore[arg-type]
 
 
-def test_a_publisher_advances_the_clock(store: gt.Store, name: str) -> None:
+def test_a_publisher_advances_the_clock(store: gt.Store, name: str, caplog: pytest.LogCaptureFixture) -> None:
     with gt.weights.Publisher(name, clock=store) as publisher:
         publisher.publish(4, {"w": np.ones(2, np.float32)})
         assert store.clock == 4
@@ -281,6 +301,14 @@ def test_a_publisher_advances_the_clock(store: gt.Store, name: str) -> None:
             assert work(store, 1, version=reader) is not None
     with gt.Replay(store, gt.selection.Fifo(), batch_size=1, output="numpy") as replay:
         assert replay.sample().version.tolist() == [4]
+    store.advance(9)
+    with gt.weights.Publisher(name, clock=store) as restarted:
+        restarted.publish(5, {"w": np.ones(2, np.float32)})
+        assert store.clock == 9
+        assert "version 5 " in caplog.text and "from version 10 on" in caplog.text
+        caplog.clear()
+        restarted.publish(store.clock + 1, {"w": np.ones(2, np.float32)})
+        assert store.clock == 10 and not caplog.records
     for clock in (3, object()):
         with pytest.raises(ArgumentError, match="clock= is a store"):
             gt.weights.Publisher(name, clock=clock)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from geartrain.replay.epochs import check_epochs
 from geartrain.replay.groups import check_grouping, device_for
 from geartrain.replay.kept_rows import check_keep
 from geartrain.replay.local_rows import LocalRows
-from geartrain.replay.packed_batch import check_in_flight, check_packed
+from geartrain.replay.packed_batch import check_packed, check_room, room_of
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.step_priorities import check_step_priorities
 from geartrain.replay.windows import as_windows
@@ -63,7 +63,7 @@ def open_builder(
 
     def local(samplers: list[StoreSampler], lag: int | None, group: RankGroup | None) -> HostBatchBuilder:
         if packed:
-            check_in_flight([store.limiter.state().most_in_flight for store in stores], config)
+            check_room([room_of(store) for store in stores], config)
         rows = LocalRows(samplers, selection, config.batch_size, lag, config.extra_lag, group)
         return HostBatchBuilder(rows, config.transform)
 

@@ -351,25 +351,36 @@ def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayCo
     return True
 
 
-def check_in_flight(most: Sequence[int | None], config: ReplayConfig) -> None:
-    """Raises `ArgumentError` where fewer rows than a batch needs may be in flight.
+def room_of(store: Store) -> tuple[int, int]:
+    """Most rows in flight, and most rows to draw from, of a store or shard; 0 for no limit."""
+    tasks = store.plan is not None and bool(store.plan.tasks)
+    drawn_once = tasks and store.options["max_times_sampled"] is not None
+    return store.limiter.state().most_in_flight or 0, store.capacity if drawn_once else 0
+
+
+def check_room(rooms: Sequence[tuple[int, int]], config: ReplayConfig) -> None:
+    """Raises `ArgumentError` where the stores can never have as many rows as a batch needs.
 
     Args:
-        most: as the limiter of each shard allows.
+        rooms: `room_of` each store or shard.
     """
-    limits, rows = [each for each in most if each is not None], max(config.batch_size, config.min_rows or 0)
-    if len(limits) == len(most) and sum(limits) < rows:
-        raise ArgumentError(
-            f"the store's limiter lets {sum(limits)} rows be in flight, and a batch that needs {rows} would never be "
-            f"drawn: raise limiter.set(in_flight=)"
-        )
+    rows = max(config.batch_size, config.min_rows or 0)
+    in_flight, capacities = zip(*rooms, strict=True)
+    for limits, what, remedy in (
+        (capacities, "the store has room for {} rows", "create the store with a larger capacity="),
+        (in_flight, "the store's limiter lets {} rows be in flight", "raise limiter.set(in_flight=)"),
+    ):
+        if min(limits) > 0 and sum(limits) < rows:
+            raise ArgumentError(
+                f"{what.format(sum(limits))}, and a batch that needs {rows} would never be drawn: {remedy}"
+            )
 
 
 __all__ = [
     "PackedBatch",
     "axes_of",
-    "check_in_flight",
     "check_packed",
+    "check_room",
     "fetch_packed",
     "packed_batch",
     "repeated_packed",

@@ -126,8 +126,9 @@ class Replay:
         view: `geartrain.Transitions`, for batches of transitions instead of windows. In host memory only. Over several
             ranks each rank builds the transitions of its own rows and sends only these.
         keep: "saved" keeps the rows of each batch in a store with tasks until `saved` is called, so that a run that is
-            killed draws the same batches again (docs/tasks.md). Each row must be drawn once (`max_times_sampled=1`, the
-            default with tasks), and only this replay draws from the store. By default the draw frees a row.
+            killed draws the same batches again (docs/training-from-tasks.md). Each row must be drawn once
+            (`max_times_sampled=1`, the default with tasks), and only this replay draws from the store. By default the
+            draw frees a row.
         transform: called with each batch where it is built, usually on the prefetch thread. `sample` returns what it
             returns, and raises what it raises; the next `sample` then draws the same batch again. Over several ranks
             each rank transforms its own part of the batch, and an error ends the group. In host memory only.
@@ -447,7 +448,8 @@ class Replay:
             raise ArgumentError("this replay keeps no rows: make it with keep='saved'")
         if not 0 <= step < self.step:
             raise ArgumentError(
-                f"saved is told the number of a batch that was delivered (batch.step), below {self.step}; found {step}"
+                f"step {step} was not delivered yet; this replay's next batch is step {self.step}: pass `batch.step` "
+                "of the last batch that the checkpoint includes"
             )
         kept.saved(int(step))
 

@@ -14,10 +14,15 @@ from geartrain.store.store import Store
 
 # How often a wait for rows looks at the store.
 LOOK_EVERY_S = 0.01
+# Why nothing is waited for, and what to do, of stores without tasks and with them.
 _ALONE = (
     "; no other process has it open, so nothing is waited for. Insert rows first; or start the writers within `with "
     "store.expect_writers()`; or, where a thread of this process inserts, store.limiter.set(min_size_to_sample=...). "
     "A recorder's row counts once its episode ends or it is full; with recorder(publish_every=1), at each step"
+)
+_ALONE_WITH_TASKS = (
+    "; no other process has it open, so nothing is waited for{lag}. Start the processes that insert and claim; if they "
+    "have not opened the store yet, or are threads of this process, make batches within `with store.expect_writers()`"
 )
 
 
@@ -160,6 +165,12 @@ class StoreWaits:
                 until_s = max(until_s, time.monotonic() + self.timeout_s)
             elif not self.rows_may_come():
                 return
+            most = store.limiter.state().most_in_flight  # any process may have lowered it
+            if most is not None and most < self.min_rows:
+                raise NotEnoughRowsError(
+                    f"a batch needs {self.wanted}, and the limiter of the store {store.name!r} lets {most} rows be in "
+                    f"flight: raise limiter.set(in_flight=)"
+                )
             if time.monotonic() >= min(until_s, self.until_s):
                 raise WaitTimeoutError(
                     f"too few rows within {self.timeout_s:g} s; meanwhile the store went from {before} to "
@@ -274,7 +285,9 @@ class StoreWaits:
                     f"finish() was called for the store {self._store.name!r}, and fewer rows are left than the "
                     f"{self.min_rows} that a batch needs; {len(self._store)} can be drawn"
                 )
-            why = writers.trouble or ("" if self.rows_may_come() else _ALONE)
+            lag = self.lag
+            alone = _ALONE_WITH_TASKS.format(lag=lag) if lag else _ALONE
+            why = writers.trouble or ("" if self.rows_may_come() else alone)
             raise NotEnoughRowsError(
                 f"a batch needs {self.wanted}, the store {self._store.name!r} has {len(self._store)}"
                 f"{f' and {self._store.num_steps}' if self.min_steps else ''}{self.describe_groups()}"

@@ -503,21 +503,31 @@ class TaskedStore(WritableStore):
         figures = self.native.task_figures()
         waits = {each: figures["tasks"][each - 1] for each in sorted({*plan.before(number), number} - {0, len(names)})}
         if not waits:
-            return "insert more rows, or call finish() if there are no more"
+            return self._full() or "insert more rows, or call finish() if there are no more"
         lagging = max(waits, key=lambda each: waits[each]["due"] + waits[each]["claimed"])
         rows = waits[lagging]["due"] + waits[lagging]["claimed"]
         if rows == 0:
             if figures["under_way"]:
                 return f"none of the {figures['under_way']} rows under way needs it"
-            return "no row is under way; insert some, or call finish() if there are no more"
+            return f"no row is under way; {self._full() or 'insert some, or call finish() if there are no more'}"
         its = waits[lagging]
         text = f"{names[lagging - 1]!r} lags by {rows} rows, {its['due']} due and {its['claimed']} claimed"
         oldest = self.native.oldest_claim(lagging)
         if oldest is None:
-            return f"{text} by nobody: start a process that claims it"
+            return f"{text}: start a process that claims it"
         row, pid, inserted_at_ns = oldest
         age_s = max(0.0, time.time() - inserted_at_ns / 1e9)
         return f"{text}; process {pid} has claimed the oldest one, row {row}, inserted {age_s:.1f} s ago"
+
+    def _full(self) -> str:
+        """That no row may be inserted now, as so many are in flight; empty if some may."""
+        state = self.limiter.state()
+        if state.most_in_flight is None or (state.in_flight or 0) < state.most_in_flight:
+            return ""
+        return (
+            f"{state.in_flight} rows are in flight, and the limiter lets {state.most_in_flight} be: the next may be "
+            "inserted when the training loop asks for its next batch. Raise limiter.set(in_flight=) if a batch has more"
+        )
 
     # --- checks ---------------------------------------------------------------------------------------------
 

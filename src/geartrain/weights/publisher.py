@@ -24,6 +24,21 @@ if TYPE_CHECKING:
     from geartrain.rpc import Node
 
 
+def _warn_of_clock(name: str, version: int, clock: int) -> None:
+    import logging
+
+    logging.getLogger(__name__).warning(
+        "version %d of the weights %r is below the store's clock, which stays at %d: rows made with it look %d "
+        "versions old at once, and max_stale may remove them. Load the replay's state first, or publish from version "
+        "%d on",
+        version,
+        name,
+        clock,
+        clock - version,
+        clock + 1,
+    )
+
+
 class Clock(Protocol):
     """What follows the versions that are published: a store with tasks."""
 
@@ -33,7 +48,7 @@ class Clock(Protocol):
         ...
 
     def advance(self, version: int, /) -> int:
-        """Takes a newer version."""
+        """Takes a newer version, and returns the newest."""
         ...
 
 
@@ -112,7 +127,9 @@ class Publisher:
         """Publishes weights as the newest version, for readers on all hosts. They are copied once, into shared memory.
 
         Args:
-            version: a number larger than the one before and below 2**63, such as the training step.
+            version: a number larger than the one before and below 2**63, such as the training step. With `clock`
+                take `store.clock + 1`: then the versions of a restarted trainer go on where they ended. A version
+                below the clock is published with a warning, because rows made with it look too old.
                 `store.row(version=...)` takes it.
             weights: a state_dict, or any nesting of mappings with tensors (of any dtype, on any device) and NumPy
                 arrays. Do not change them until this returns.
@@ -143,8 +160,8 @@ class Publisher:
             with self._writer.writing(number, max(until_s - time.monotonic(), 0.0)) as views:
                 _copy(list(leaves.values()), views)
             self._version = number
-            if self._clock is not None:
-                self._clock.advance(number)
+            if self._clock is not None and (now := self._clock.advance(number)) > number:
+                _warn_of_clock(self.name, number, now)
 
     def close(self) -> None:
         """Detaches. Attached readers keep the newest version; the last of them removes the segment."""

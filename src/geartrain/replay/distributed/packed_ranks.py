@@ -42,7 +42,7 @@ from geartrain.replay.distributed.rank_source import RankSource
 from geartrain.replay.distributed.read_agreement import RowsLostError
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.kept_rows import KeptRows
-from geartrain.replay.packed_batch import PackedBatch, axes_of, check_in_flight, packed_batch, repeated_probability
+from geartrain.replay.packed_batch import PackedBatch, axes_of, check_room, packed_batch, repeated_probability, room_of
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.mixture import Selection
 from geartrain.selection.shard import NO_ROW, NO_ROWS, ShardedDraw
@@ -288,9 +288,8 @@ class PackedRankRows(RankSource):
         self._rank_of = np.array([replica.ranks[0] for replica in members.replicas])
         assert members.me is not None
         self._me = members.me.replica
-        limit = sampler.plan.store.limiter.state().most_in_flight
-        limits = members.all_gather_shards(0, np.array([0 if limit is None else limit]))
-        check_in_flight([each or None for each in limits[:, 0].tolist()], config)
+        rooms = members.all_gather_shards(0, np.array(room_of(sampler.plan.store)))
+        check_room([(in_flight, capacity) for in_flight, capacity in rooms.tolist()], config)
         self._newest = self._most = self._mean = 0.0  # balance, and the sums that it is of
         self._kept = sampler.kept
         if self._kept is not None:

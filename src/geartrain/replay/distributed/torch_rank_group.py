@@ -276,7 +276,7 @@ class TorchRankGroup:
             raise PeerLostError(f"{error.detail} [told by {who}]") from error
         found = {
             Cause.timed_out: f"{who} did not answer within {self.timeout_s} s",
-            Cause.lost: f"{who} was lost: its connection closed",
+            Cause.lost: f"{who} was lost: its connection closed. It ended, or closed its replay before this rank did",
             Cause.refused: f"{who} {error.detail}",
         }[error.cause]
         note = self._leave_note(found)
