@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import json
 import logging
@@ -18,7 +20,7 @@ import grpo
 import numpy as np
 import pytest
 from deadlines import patience
-from segments import kill, wait_for
+from segments import Pipe, kill, wait_for
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError, WaitTimeoutError
@@ -147,20 +149,26 @@ def test_a_killed_job_draws_the_same_batches_again(
 @pytest.mark.parametrize("how", ["settle", "iterate again", "load", "another replay"])
 def test_dropped_batches_are_drawn_again_with_their_rows(store: gt.Store, how: str) -> None:
     finish(store, range(24))
-    with kept(store, prefetch=2) as replay, kept(store) as other:
+    with contextlib.ExitStack() as stack:
+        replay = stack.enter_context(kept(store, prefetch=2))
         first = [print_of(replay.sample()) for _ in range(2)]
         state = replay.state_dict()
-        expected = [print_of(other.sample()) for _ in range(4)]  # from step 0 on: these were drawn already
-        assert expected[:2] == first and store.stats()["kept"] == 16
+        until_s = time.monotonic() + patience(20)
+        while store.stats()["kept"] < 16 and time.monotonic() < until_s:
+            time.sleep(0.001)  # until two more batches are drawn ahead
+        marked = [store.native.taken(step)[:2] for step in range(4)]
+        expected = [print_of(gt.fetch(store, gt.Keys(*each))) for each in marked]
+        assert expected[:2] == first
         if how == "settle":
             replay.settle()
         elif how == "load":
             replay.load_state_dict({**state, "step": 1})
             assert print_of(replay.sample()) == first[1]
-        using = other if how == "another replay" else replay
         if how == "another replay":
-            other.load_state_dict(state)
-        batches = iter(using) if how == "iterate again" else iter(using.sample, None)
+            replay.close()
+            replay = stack.enter_context(kept(store))
+            replay.load_state_dict(state)
+        batches = iter(replay) if how == "iterate again" else iter(replay.sample, None)
         assert [print_of(next(batches)) for _ in range(2)] == expected[2:]
         assert store.stats()["sampled"] == store.stats()["kept"] >= 16
 
@@ -298,6 +306,46 @@ def test_iteration_ends_behind_the_last_kept_batch(store: gt.Store) -> None:
         first = [print_of(batch) for batch in replay]
         replay.load_state_dict({**replay.state_dict(), "step": 0})
         assert [print_of(batch) for batch in replay] == first and len(first) == 2
+
+
+def test_one_replay_keeps_rows_of_a_store(
+    store: gt.Store, fork: Callable[[Callable[[], object]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one would train on the same rows: of this process, of another, or a rank without its group."""
+    monkeypatch.setattr("geartrain.replay.kept_rows._ENDS_S", 0.2)
+    finish(store, range(16))
+    first = kept(store)
+    with pytest.raises(gt.errors.ReplayError, match=r"another replay keeps rows of the store.*pass group="):
+        kept(store)
+
+    told = Pipe()
+
+    def child() -> None:
+        with pytest.raises(gt.errors.ReplayError, match="does not work in a forked child"):
+            first.sample()
+        with pytest.raises(gt.errors.ReplayError, match="another replay"):
+            kept(store)
+        told.say()
+        time.sleep(60)
+
+    orphan = fork(child)  # it has no part in the lock
+    told.hear()
+    first.sample()
+    first.close()
+    second = kept(store)
+    second.sample()
+    del second
+    gc.collect()
+
+    def keep_and_wait() -> None:
+        replay = kept(store)
+        replay.sample()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert wait_for(fork(keep_and_wait)) == -signal.SIGKILL
+    with kept(store) as last:
+        assert last.sample().step == 0
+    kill(orphan)
 
 
 def test_what_cannot_be_kept_is_refused(store: gt.Store) -> None:

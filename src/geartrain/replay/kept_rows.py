@@ -7,13 +7,16 @@ survives every process. A replay that comes to a step whose rows are marked draw
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import os
+import weakref
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+import geartrain.core.locks as locks
 from geartrain.core.keys import Keys
-from geartrain.errors import ArgumentError, StoreClosedError
+from geartrain.errors import ArgumentError, ReplayError, StoreClosedError
 from geartrain.selection.groups import GroupSampling
 from geartrain.selection.mixture import Selection, strategies_of
 from geartrain.selection.strategy import traits_of
@@ -21,6 +24,9 @@ from geartrain.store.store import Store
 
 #: Rows of a batch, as a mark has room for their places (native/segment/segment.h, TakenWord).
 MAX_PLACES = 2**22
+#: The lock on the segment of who keeps rows, and how long one that ends may still have it.
+_KEEPER = 0
+_ENDS_S = 5.0
 
 
 class KeptRows:
@@ -40,6 +46,28 @@ class KeptRows:
         self._freed = -1
         self.of_ranks = False
         self.told = -1
+        self._lock: Callable[[], object] | None = None
+
+    def hold(self) -> None:
+        """No other replay, of whichever process, keeps rows of the store until this one is closed or dropped.
+
+        Raises:
+            ReplayError: another one does. Both would draw the same steps, and train on the same rows.
+        """
+        fd = os.open(self._store.path, os.O_RDWR | os.O_CLOEXEC)
+        if not locks.take(fd, locks.EXCLUSIVE, _KEEPER, _ENDS_S):
+            os.close(fd)
+            raise ReplayError(
+                f"another replay keeps rows of the store {self._store.name!r}, and this one would train on the same "
+                f"rows: close that one first, or pass group= where they are ranks of one job"
+            )
+        self._lock = weakref.finalize(self, os.close, fd)
+        _keepers.add(self)
+
+    def close(self) -> None:
+        """Another replay may keep rows from here on."""
+        if self._lock is not None:
+            self._lock()
 
     def marked(self, step: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
         """Rows, generations and places, in the order of places, of what the batch of a step has drawn here."""
@@ -121,6 +149,17 @@ class KeptRows:
             step,
             saved,
         )
+
+
+_keepers: weakref.WeakSet[KeptRows] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for one in list(_keepers):  # the lock is the parent's, and ends with it
+        one.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def check_keep(keep: str | None, stores: Sequence[Store], selection: Selection, batch_size: int) -> None:

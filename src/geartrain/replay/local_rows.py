@@ -79,6 +79,9 @@ class LocalRows:
         self._first = True  # batch of a run
         self._later = LaterUpdates[list[PriorityUpdate]](extra_lag) if extra_lag else None
         self._read = self._packed_bytes = 0  # rows, and of packed ones their fields
+        self._kept = samplers[0].kept
+        if self._kept is not None:
+            self._kept.hold()
         if update_lag is not None:
             for sampler in samplers:
                 sampler.join_group()
@@ -210,6 +213,8 @@ class LocalRows:
 
     def close(self) -> None:
         """Host memory is recycled by itself."""
+        if self._kept is not None:
+            self._kept.close()
         if self._group is not None:
             self._group.close()
 

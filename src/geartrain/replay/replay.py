@@ -70,7 +70,7 @@ class Replay:
 
     Any thread may ask for a batch; they take turns. `update_priorities` and `close` may be called at any time from any
     thread. `close` ends a `sample` that waits with `StoreClosedError`. After a fork the child has its own replay, at
-    the same step. A replay over several ranks, or with a device, works only in the process that made it.
+    the same step. A replay over several ranks, with a device or with `keep` works only in the process that made it.
 
     Args:
         store: store of the rows; a list of stores for a `Mixture`.
@@ -137,6 +137,7 @@ class Replay:
         FieldError: the store has no such field.
         ArgumentError: an argument is out of range, or does not fit the store or the strategy.
         PinError: `DeviceOptions(path="gather")`, and the segment cannot be pinned.
+        ReplayError: `keep="saved"`, and another replay keeps rows of the store.
         RanksDisagreeError: the ranks have different arguments.
         PeerLostError: a rank did not join, or is lost.
 
@@ -234,7 +235,8 @@ class Replay:
             weakref.finalize(self._loader, close_here, os.getpid(), release)
         self._forks = forks()
         self._of_job = group is not None or mesh is not None or update_lag is not None
-        self._one_process = self._of_job or config.device is not None  # not shared by a fork
+        # Not shared by a fork.
+        self._one_process = self._of_job or config.device is not None or keep is not None
         self._make_locks()
         self._iteration = 0
         self._closed = False  # from the beginning of `close` on
@@ -267,7 +269,7 @@ class Replay:
         if self._one_process and self._forks != forks():  # `_foreign`, which this is too often called to call
             raise ReplayError(
                 "this replay belongs to the process that this one was forked from: a replay over several "
-                "ranks, or with a device, does not work in a forked child. Make one here"
+                "ranks, with a device or with keep='saved' does not work in a forked child. Make one here"
             )
 
     @property

@@ -37,6 +37,7 @@ from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.assignment import Assigner
 from geartrain.replay.distributed.draw import CommonError, DrawnBatch
 from geartrain.replay.distributed.messages import flat_bytes
+from geartrain.replay.distributed.rank_collectives import run_on_all_ranks
 from geartrain.replay.distributed.rank_group import Bytes, RankGroup
 from geartrain.replay.distributed.rank_source import RankSource
 from geartrain.replay.distributed.read_agreement import RowsLostError
@@ -294,6 +295,8 @@ class PackedRankRows(RankSource):
         self._kept = sampler.kept
         if self._kept is not None:
             self._kept.of_ranks = True
+            keeper = self._kept
+            run_on_all_ranks(group, lambda: keeper.hold() if self._leads else None)
         self._admitted = False  # the batch that is built, by rate limiters
         self.exchange = self.sampler.exchange_of(idle=False)
 
@@ -572,6 +575,11 @@ class PackedRankRows(RankSource):
             step=step,
             digest=digest,
         )
+
+    def close(self) -> None:
+        if self._kept is not None:
+            self._kept.close()
+        super().close()
 
     def stats(self, make_s: float) -> dict[str, Any]:
         """Also the balance of costs: of the largest of a rank over the mean."""
