@@ -308,6 +308,25 @@ def test_rows_that_are_finished_late_are_drawn_first_over_shards(task_stores: Ma
     assert [sorted(row["id"][0] for row in batch) for batch in batches] == [[2, 3, 6, 7], [0, 1, 4, 5]]
 
 
+def test_a_row_that_comes_while_ranks_tell_of_their_shards_is_in_the_next_draw(
+    task_stores: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First rows are told before rows are counted: the count had all four of them, the first rows but three."""
+    stores, original, early = task_stores(2, rows=8), ShardedSampler._offer, set[int]()
+
+    def told_early(self: ShardedSampler, number: int, quota: int, state: Any) -> Any:
+        offer = original(self, number, quota, state)
+        if self.members.group.rank not in early:
+            early.add(self.members.group.rank)
+            offer[3 - self.members.group.rank :] = 0
+        return offer
+
+    monkeypatch.setattr(ShardedSampler, "_offer", told_early)
+    batches, _, _ = over_ranks(stores, 2, Fifo(), 8, timeout_s=patience(20))
+    assert [sorted(row["id"][0] for row in batch) for batch in batches] == [list(range(8))]
+    assert early == {0, 1}
+
+
 # --- lost rows, lost ranks ---------------------------------------------------------------------------------------
 
 

@@ -68,6 +68,10 @@ class TooFewGroupsError(TooFewRowsError):
     """Too few groups of store number `store` can be drawn. All ranks know, and can wait for more."""
 
 
+class DrawAgainError(CommonError):
+    """All ranks draw the batch again at once, from what there is now."""
+
+
 def common_errors(body: Callable[[], T]) -> T:
     """Runs a computation whose errors about the stores are the same on all ranks."""
     try:
@@ -432,6 +436,7 @@ class ShardedSampler:
         Raises:
             CommonError: too few rows can be drawn.
             TooFewGroupsError: too few groups, and nothing was changed by then.
+            DrawAgainError: rows came while the ranks told each other of their shards.
         """
         if quota == 0:
             return None
@@ -467,6 +472,9 @@ class ShardedSampler:
                 raise TooFewGroupsError(error.error, number) from None
             if sampler.strict:  # an older row is waited for
                 raise TooFewRowsError(error.error, number) from None
+            all_rows = sampler.traits.limits is None and not sampler.min_length and not sampler.moves_on
+            if known.offers[number] is not None and all_rows and known.counts[number] >= quota:
+                raise DrawAgainError(error.error) from None  # a row came after its shard's first rows were told
             raise
         return self._count_samples(number, shard, drawn, step) if sampler.limited else drawn
 
@@ -538,6 +546,7 @@ class ShardedSampler:
 
 __all__ = [
     "CommonError",
+    "DrawAgainError",
     "DrawnBatch",
     "ShardTotals",
     "ShardedSampler",

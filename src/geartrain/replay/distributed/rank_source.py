@@ -21,11 +21,10 @@ from geartrain.errors import PeerLostError, StoreClosedError
 from geartrain.replay.admission import Admission
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, check_priorities
 from geartrain.replay.config import ReplayConfig
-from geartrain.replay.distributed.draw import CommonError, ShardedSampler, TooFewRowsError
+from geartrain.replay.distributed.draw import CommonError, DrawAgainError, ShardedSampler, TooFewRowsError
 from geartrain.replay.distributed.fingerprint import fingerprint_of
 from geartrain.replay.distributed.members import join_job
 from geartrain.replay.distributed.rank_group import RankGroup
-from geartrain.replay.distributed.read_agreement import RowsLostError
 from geartrain.replay.distributed.row_wait import wait_for_rows
 from geartrain.replay.distributed.shard_admission import ShardAdmission
 from geartrain.replay.distributed.topology import MeshPosition
@@ -164,7 +163,7 @@ class RankSource(ABC):
                 wait_for_rows(error, self.samplers, self.members)  # on all ranks, which then count again
             except CommonError as error:
                 self.sampler.cursors[:] = used  # no one has got what was redrawn for this batch
-                if attempt == MAX_ATTEMPTS or not isinstance(error, RowsLostError):
+                if attempt == MAX_ATTEMPTS or not isinstance(error, DrawAgainError):
                     raise  # on all ranks; otherwise all of them draw again from what there is now
                 attempt += 1
             finally:
@@ -175,7 +174,7 @@ class RankSource(ABC):
     def build_once(
         self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float
     ) -> BuiltBatch:
-        """The batch, drawn once. Raises `TooFewRowsError` or `RowsLostError` on all ranks to have it repeated."""
+        """The batch, drawn once. Raises `TooFewRowsError` or `DrawAgainError` on all ranks to have it repeated."""
 
     def ready(self, started: Any) -> bool:
         return True

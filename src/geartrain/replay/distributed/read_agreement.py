@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.errors import EmptyStoreError, NotEnoughRowsError
-from geartrain.replay.distributed.draw import CommonError
+from geartrain.replay.distributed.draw import CommonError, DrawAgainError
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, RADIX
 from geartrain.replay.distributed.rank_group import Message
 
 
-class RowsLostError(CommonError):
+class RowsLostError(DrawAgainError):
     """A shard had no other row for one that was lost. All ranks know, and can draw the batch again."""
 
 
