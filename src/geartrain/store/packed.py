@@ -482,9 +482,9 @@ class SelectedFields(PackedFields):
             chosen = self._numbers
             if into != self._by:
                 chosen = spread(*_runs(self._source.bounds_of(into).bounds, self._row_numbers))
-            parts = _bounds(_runs(source.parts, chosen)[1])
+            parts = as_bounds(_runs(source.parts, chosen)[1])
             lengths = np.diff(parts[of_rows])
-        self._bounds[axis] = AxisBounds(lengths.astype(np.int32), _bounds(lengths), parts)
+        self._bounds[axis] = AxisBounds(lengths.astype(np.int32), as_bounds(lengths), parts)
 
 
 class _Runs(NamedTuple):
@@ -564,7 +564,7 @@ def _positions(bounds: NDArray[Any]) -> NDArray[np.int64]:
     return np.arange(bounds[-1], dtype=np.int64) - np.repeat(bounds[:-1].astype(np.int64), np.diff(bounds))
 
 
-def _bounds(lengths: NDArray[Any]) -> NDArray[np.int32]:
+def as_bounds(lengths: NDArray[Any]) -> NDArray[np.int32]:
     """Where runs of these lengths begin, and where the last one ends."""
     bounds = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=bounds[1:])
@@ -641,6 +641,7 @@ __all__ = [
     "PackedReader",
     "PackedValues",
     "SelectedFields",
+    "as_bounds",
     "check_output",
     "spread",
 ]

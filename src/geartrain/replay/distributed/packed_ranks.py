@@ -48,7 +48,7 @@ from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.mixture import Selection
 from geartrain.selection.shard import NO_ROW, NO_ROWS, ShardedDraw
 from geartrain.selection.strategy import Draw, Redraw, importance_of
-from geartrain.store.packed import PackedReader, spread
+from geartrain.store.packed import PackedReader, as_bounds, spread
 
 # First number of each message: whether its sender has what the others need.
 _WHOLE, _LOST = 0, 1
@@ -244,12 +244,8 @@ class JoinedRows:
         if axis.name in self._known.parts:
             counts, flat = self._known.parts[axis.name]
             starts = np.cumsum(counts) - counts
-            parts = _bounds(flat[spread(starts[self._places], counts[self._places])])
-        return lengths.astype(np.int32), _bounds(lengths), parts
-
-
-def _bounds(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+            parts = as_bounds(flat[spread(starts[self._places], counts[self._places])])
+        return lengths.astype(np.int32), as_bounds(lengths), parts
 
 
 class PackedRankRows(RankSource):
