@@ -1,5 +1,4 @@
 #include "base/random.h"
-#include "base/cpu_features.h"
 
 #include <atomic>
 #include <cstring>
@@ -95,7 +94,7 @@ struct RandomKernel {
 
 constexpr RandomKernel kRandomKernels[] = {
 #if defined(__x86_64__)
-    {"avx512", avx512_bits_of_draws, [] { return avx512_allowed() && __builtin_cpu_supports("avx512f") != 0; }},
+    {"avx512", avx512_bits_of_draws, [] { return __builtin_cpu_supports("avx512f") != 0; }},
     {"avx2", avx2_bits, [] { return __builtin_cpu_supports("avx2") != 0; }},
 #endif
     {"portable", portable_bits, [] { return true; }},

@@ -1,5 +1,4 @@
 #include "collectives/reduce_kernels.h"
-#include "base/cpu_features.h"
 
 #include <algorithm>
 #include <atomic>
@@ -274,9 +273,8 @@ const Kernel kKernels[] = {
 #if defined(__x86_64__)
     kernel_of<Avx512>("avx512",
                       [] {
-                        return avx512_allowed() && __builtin_cpu_supports("avx512f") != 0 &&
-                               __builtin_cpu_supports("avx512bw") != 0 && __builtin_cpu_supports("avx512dq") != 0 &&
-                               __builtin_cpu_supports("avx512vl") != 0;
+                        return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
+                               __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0;
                       }),
     kernel_of<Avx2>("avx2", [] { return __builtin_cpu_supports("avx2") != 0; }),
 #endif

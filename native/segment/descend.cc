@@ -1,5 +1,4 @@
 #include "segment/descend.h"
-#include "base/cpu_features.h"
 
 #include <bit>
 #include <cstring>
@@ -142,12 +141,9 @@ struct Form {
 constexpr Form kForms[] = {
 #if GEARTRAIN_VECTORS
     {"avx512vpopcntdq", avx512<Count::sum>, avx512<Count::low_half>, avx512_bits,
-     [] {
-       return avx512_allowed() && __builtin_cpu_supports("avx512f") != 0 &&
-              __builtin_cpu_supports("avx512vpopcntdq") != 0;
-     }},
+     [] { return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512vpopcntdq") != 0; }},
     {"avx512", avx512<Count::sum>, avx512<Count::low_half>, portable<Count::bits>,
-     [] { return avx512_allowed() && __builtin_cpu_supports("avx512f") != 0; }},
+     [] { return __builtin_cpu_supports("avx512f") != 0; }},
     {"avx2", avx2<Count::sum>, avx2<Count::low_half>, portable<Count::bits>,
      [] { return __builtin_cpu_supports("avx2") != 0; }},
 #endif

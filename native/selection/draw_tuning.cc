@@ -2,11 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <charconv>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
-#include <string_view>
 
 #include "base/clock.h"
 #include "base/errors.h"
@@ -26,8 +23,6 @@ struct Tuned {
   std::atomic<bool> chosen{false};
   std::atomic<size_t> in_flight{kUsualInFlight};
 
-  Tuned() { follow_environment(); }
-
   void list() {
     const char* const usual = descend_kernel();
     candidates = {{usual, kUsualInFlight}};
@@ -41,28 +36,6 @@ struct Tuned {
     in_flight.store(candidate.in_flight, std::memory_order_relaxed);
     because = why;
     chosen.store(true, std::memory_order_release);
-  }
-  // Chooses what the environment names, if anything.
-  void follow_environment() {
-    const char* const given = std::getenv("GEARTRAIN_DESCENT");
-    if (given == nullptr || *given == 0) return;
-    const std::string_view text = given;
-    const size_t colon = std::min(text.find(':'), text.size());
-    const std::string form(text.substr(0, colon));
-    size_t in_flight = kUsualInFlight;
-    if (colon < text.size()) {
-      const std::string_view number = text.substr(colon + 1);
-      const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), in_flight);
-      if (error != std::errc{} || end != number.data() + number.size() || in_flight == 0 || in_flight > kMostInFlight) {
-        fail(ErrorKind::schema, "GEARTRAIN_DESCENT names 1 to ", kMostInFlight, " searches in flight, found ", given);
-      }
-    }
-    if (!form.empty() && !has_descend_kernel(form.c_str())) {
-      fail(ErrorKind::schema, "GEARTRAIN_DESCENT names avx512vpopcntdq, avx512, avx2 or portable, and one that this ",
-           "machine has; found ", given);
-    }
-    if (!form.empty()) set_descend_kernel(form.c_str());
-    choose({descend_kernel(), in_flight}, "GEARTRAIN_DESCENT");
   }
 };
 
@@ -124,7 +97,6 @@ void DrawTuning::forget() {
   all.begun = 0;
   all.in_flight.store(kUsualInFlight, std::memory_order_relaxed);
   all.chosen.store(false, std::memory_order_release);
-  all.follow_environment();
 }
 
 }  // namespace geartrain

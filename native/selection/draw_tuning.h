@@ -3,8 +3,7 @@
 //
 // Every form and number gives the same rows, so what is measured is work that was asked for: until a choice is made,
 // large draws from large populations go in pieces, each under the next candidate. The widest form with kUsualInFlight
-// searches stays the choice unless another's best piece was faster by a tenth. GEARTRAIN_DESCENT names one instead:
-// "avx2", "avx2:32" or ":128".
+// searches stays the choice unless another's best piece was faster by a tenth.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +16,7 @@ namespace geartrain {
 // Enough draws at once to keep the memory system busy.
 constexpr size_t kUsualInFlight = 64, kMostInFlight = 256;
 
-// Any thread. Throws schema where GEARTRAIN_DESCENT is no such name or number.
+// Any thread.
 class DrawTuning {
  public:
   struct Candidate {
@@ -45,14 +44,14 @@ class DrawTuning {
     if (first < draws) draw_piece(first, draws, in_flight());
   }
 
-  // What is chosen, why ("measured", "GEARTRAIN_DESCENT" or "not measured yet"), and of what.
+  // What is chosen, why ("measured" or "not measured yet"), and of what.
   struct Choice {
     Candidate chosen;
     const char* because;
     std::vector<Candidate> candidates;
   };
   static Choice choice();
-  // Measures again, and reads GEARTRAIN_DESCENT again: for tests.
+  // Measures again: for tests.
   static void forget();
 
  private:

@@ -1,7 +1,6 @@
 // Powers by vectors. Compiled without contraction of products and sums, so that all forms round alike.
 
 #include "selection/importance_weights.h"
-#include "base/cpu_features.h"
 
 #include <algorithm>
 #include <atomic>
@@ -168,7 +167,7 @@ constexpr PowerKernel kPowerKernels[] = {
 #if defined(__x86_64__)
     {"avx512", avx512_powers, avx512_divide,
      [] {
-       return avx512_allowed() && __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512vl") != 0 &&
+       return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512vl") != 0 &&
               __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("fma") != 0;
      }},
     {"avx2", avx2_powers, avx2_divide,

@@ -1,7 +1,7 @@
-"""The mpi4py example, where there is an MPI: in this environment, or in the one of GEARTRAIN_MPI_PYTHON.
+"""The mpi4py example, where there is an MPI: in this environment, or in the one of GEARTRAIN_TEST_MPI_PYTHON.
 
 python -m venv mpi && mpi/bin/pip install mpich mpi4py numpy
-GEARTRAIN_MPI_PYTHON=mpi/bin/python pytest tests/bench/test_allreduce_mpi.py
+GEARTRAIN_TEST_MPI_PYTHON=mpi/bin/python pytest tests/bench/test_allreduce_mpi.py
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pytest
 from deadlines import patience
 
 ROOT = Path(__file__).parents[2]
-python = os.environ.get("GEARTRAIN_MPI_PYTHON") or (sys.executable if importlib.util.find_spec("mpi4py") else None)
+python = os.environ.get("GEARTRAIN_TEST_MPI_PYTHON") or (sys.executable if importlib.util.find_spec("mpi4py") else None)
 
 
-@pytest.mark.skipif(python is None, reason="no mpi4py here, and GEARTRAIN_MPI_PYTHON names no environment that has it")
+@pytest.mark.skipif(python is None, reason="no mpi4py here, and GEARTRAIN_TEST_MPI_PYTHON names none")
 def test_an_mpi_program_gets_mpis_integers_and_sums_in_rank_order() -> None:
     assert python is not None
     mpiexec = Path(python).with_name("mpiexec")

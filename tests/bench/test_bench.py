@@ -126,10 +126,9 @@ def test_an_unknown_bench_is_refused_by_name() -> None:
         bench.load("stroe")
 
 
-def test_peers_come_from_words_and_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEARTRAIN_BASELINE_PYTHON_TORCHRL_THP", "/a/python")
-    monkeypatch.setenv("GEARTRAIN_BASELINE_PYTHON_CPPRB", "/b/python")
-    assert report.parse_baselines(["cpprb=/c/python"]) == {"torchrl-thp": "/a/python", "cpprb": "/c/python"}
+def test_peers_come_from_words() -> None:
+    words = ["torchrl-thp=/a/python", "cpprb=/b/python", "cpprb=/c/python"]
+    assert report.parse_baselines(words) == {"torchrl-thp": "/a/python", "cpprb": "/c/python"}
     with pytest.raises(ArgumentError, match="NAME=/path/to/python"):
         report.parse_baselines(["cpprb"])
 

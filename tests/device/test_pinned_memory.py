@@ -135,13 +135,8 @@ def test_a_ledger_that_is_held_for_ever_is_an_error(stores: list[gt.Store], ledg
         assert time.monotonic() - began < patience(5)
 
 
-def test_the_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < default_limit() < 2**60
-    monkeypatch.setenv("GEARTRAIN_PIN_LIMIT_GB", "1.5")
-    assert default_limit() == 1_500_000_000
-    monkeypatch.setenv("GEARTRAIN_PIN_LIMIT_GB", "much")
-    with pytest.raises(PinError, match="found 'much'"):
-        default_limit()
+def test_the_default_limit_is_at_most_half_of_the_memory() -> None:
+    assert 0 < default_limit() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def test_a_forked_child_has_no_registrations(stores: list[gt.Store], ledger: Ledger, fork) -> None:

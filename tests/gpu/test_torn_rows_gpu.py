@@ -1,6 +1,6 @@
 """Rows that another process overwrites as fast as it can, while the GPU reads them: no batch holds a torn one.
 
-GEARTRAIN_TORN_SECONDS=60 pytest tests/gpu/test_torn_rows_gpu.py -s
+GEARTRAIN_TEST_TORN_SECONDS=60 pytest tests/gpu/test_torn_rows_gpu.py -s
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ reason = kernels.why_not_viable()
 pytestmark = pytest.mark.skipif(
     reason is not None or kernels.interpreting(), reason=f"no GPU to run on: {reason or 'TRITON_INTERPRET is set'}"
 )
-SECONDS = float(os.environ.get("GEARTRAIN_TORN_SECONDS", "4"))
+SECONDS = float(os.environ.get("GEARTRAIN_TEST_TORN_SECONDS", "4"))
 STEPS, WIDTH, CAPACITY = 250, 100, 2000  # rows of 100 KB, 200 MB of them
 
 WRITER = """

@@ -1,4 +1,4 @@
-"""The queue inside DI-engine, in an environment of its own: GEARTRAIN_DI_PYTHON names its Python.
+"""The queue inside DI-engine, in an environment of its own: GEARTRAIN_TEST_DI_PYTHON names its Python.
 
 docs/di-engine.md says how to make that environment; geartrain is installed in it, or found through PYTHONPATH.
 """
@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 from deadlines import patience
 
-PYTHON = os.environ.get("GEARTRAIN_DI_PYTHON", "")
+PYTHON = os.environ.get("GEARTRAIN_TEST_DI_PYTHON", "")
 WORKER = Path(__file__).parents[1] / "support" / "di_engine_worker.py"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DITASK = "from geartrain.integrations.di_engine.ditask import main; main()"
 
 pytestmark = [
     pytest.mark.skipif(
-        not PYTHON, reason="GEARTRAIN_DI_PYTHON does not name the Python of an environment with DI-engine"
+        not PYTHON, reason="GEARTRAIN_TEST_DI_PYTHON does not name the Python of an environment with DI-engine"
     ),
     pytest.mark.timeout(400),  # to import DI-engine takes some seconds for each process
 ]

@@ -62,15 +62,11 @@ def test_launchers_find_their_position_in_the_environment_of_their_pods():
         found += [host_position({**told, "JOB_COMPLETION_INDEX": str(index)}) for index in range(count)]
     master = "walker-hosts-0-1-0-0.walker"  # JobSet, group, number of its Job, number of the pod; headless service
     assert found == [launch.HostPosition(i, 5, master, 29500, 29501, name_s=300.0) for i in range(5)]
-    assert host_position({"GEARTRAIN_HOSTS": "1", "JOB_COMPLETION_INDEX": "0"}) == launch.HostPosition()
+    assert host_position({"GEARTRAIN_POD": "0/1", "JOB_COMPLETION_INDEX": "0"}) == launch.HostPosition()
     assert host_position({"JOB_COMPLETION_INDEX": "3"}) == launch.HostPosition(), "an Indexed Job of somebody else's"
-    for wrong in (
-        {"GEARTRAIN_HOSTS": "x"},
-        {"GEARTRAIN_HOSTS": "2"},
-        {"GEARTRAIN_HOSTS": "2", "GEARTRAIN_MASTER": "a"},
-    ):
+    for wrong in ("x", "0/2", "0/2@", "0/2@a", "2", "0/x@a:1"):
         with pytest.raises(ArgumentError, match="found"):
-            host_position({**wrong, "JOB_COMPLETION_INDEX": "0"})
+            host_position({"GEARTRAIN_POD": wrong, "JOB_COMPLETION_INDEX": "0"})
 
 
 @pytest.mark.slow
@@ -175,7 +171,7 @@ def test_the_commands_of_pods_run_the_job_when_their_names_become_known(tmp_path
             launcher = hosts.popen(i, argv, env={**told, "JOB_COMPLETION_INDEX": "0"}, stdout=said, stderr=said)
             launchers.append(launcher)
         name = "in-pods-host-0-0-0.in-pods"
-        assert told["GEARTRAIN_MASTER"] == f"{name}:29500"
+        assert told["GEARTRAIN_POD"] == f"0/2@{name}:29500"
         with (namespaces.SHM / hosts.name / "hosts").open("a") as known:  # what the headless service's DNS does
             known.write(f"{hosts.address(0)} {name}\n")
         codes = [each.wait(patience(100)) for each in launchers]

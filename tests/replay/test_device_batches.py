@@ -401,7 +401,6 @@ def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest
             return about["path"], about["why"]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(crossover.VARIABLE, raising=False)
     assert chosen()[0] == "gather"
     assert f"{gather_threshold.CROSSOVER_BYTES} (as an H100 has it" in chosen()[1]
     crossover.remember("another", 5000)
@@ -410,14 +409,8 @@ def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest
     assert "100 (as measured on this machine), and their 3 fields too small" in chosen()[1]
     monkeypatch.setattr(target, "SMALLEST_PIECE", 1)
     assert chosen()[0] == "copy"
-    monkeypatch.setenv(crossover.VARIABLE, "200000")
-    assert chosen()[0] == "gather"
-    assert "200000 (by GEARTRAIN_CROSSOVER_BYTES)" in chosen()[1]
-    assert chosen(100)[0] == "copy"
-    monkeypatch.setenv(crossover.VARIABLE, "4 MB")
-    with pytest.raises(ArgumentError, match="is a number of bytes, found '4 MB'"):
-        chosen()
-    monkeypatch.delenv(crossover.VARIABLE)
+    assert chosen(200_000)[0] == "gather"
+    assert "200000 (as asked for)" in chosen(200_000)[1]
     crossover.measured_path().write_text("not what we wrote")
     assert chosen()[0] == "gather"
 

@@ -172,4 +172,4 @@ def test_peers_may_die_stop_and_come_back_and_nothing_is_wrong_or_leaks(hub: Hub
 
 @pytest.mark.long
 def test_the_same_for_minutes(hub: Hub) -> None:
-    soak(hub, float(os.environ.get("GEARTRAIN_SOAK_S", "180")))
+    soak(hub, float(os.environ.get("GEARTRAIN_TEST_SOAK_S", "180")))

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from geartrain.transport.tls import THREADS_VARIABLE, TLS, VARIABLES
+from geartrain.transport.tls import TLS, VARIABLES
 
 
 @pytest.fixture
 def without_tls_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (*VARIABLES, THREADS_VARIABLE):
+    for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
 
 

@@ -22,7 +22,7 @@ import geartrain.transport.connection as transport
 from geartrain import rpc
 from geartrain.errors import PeerLostError
 from geartrain.transport.connection import Connection, Listener
-from geartrain.transport.tls import THREADS_VARIABLE, TLS
+from geartrain.transport.tls import TLS
 
 pytestmark = pytest.mark.usefixtures("without_tls_variables")
 
@@ -141,9 +141,12 @@ def test_a_call_whose_stream_ends_is_an_error_and_the_server_serves_others(four:
 
 
 SLOW = """
+from dataclasses import replace
+from geartrain.transport.tls import TLS
+four = replace(TLS.of_environment(), threads=4)
 import sys
 from geartrain import rpc
-with rpc.Node("slow", peers={"server": sys.argv[1]}, secret=b"s", transport="tcp") as slow:
+with rpc.Node("slow", peers={"server": sys.argv[1]}, secret=b"s", transport="tcp", tls=four) as slow:
     slow.call("server", "echo_to_foreign", 1)
     calls = [slow.call_async("server", "zeros_for_foreign", 50_000_000, timeout_s=600) for _ in range(4)]
     print("asked", flush=True)
@@ -153,7 +156,7 @@ with rpc.Node("slow", peers={"server": sys.argv[1]}, secret=b"s", transport="tcp
 
 
 def test_a_reader_that_stops_within_its_results_keeps_no_other_client_past_its_deadline(four: TLS) -> None:
-    environment = {**os.environ, **certificates.environment(four), THREADS_VARIABLE: "4"}
+    environment = {**os.environ, **certificates.environment(four)}
     with rpc.Node("server", secret=b"s", tls=four) as server:
         command = [sys.executable, "-c", SLOW, server.address]
         slow = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -175,13 +178,16 @@ def test_a_reader_that_stops_within_its_results_keeps_no_other_client_past_its_d
 
 
 AT_EXIT = """
+from dataclasses import replace
+from geartrain.transport.tls import TLS
+four = replace(TLS.of_environment(), threads=4)
 import sys, threading, time
 import numpy as np
 import geartrain.transport.connection as transport
-listener = transport.listen()
+listener = transport.listen(tls=four)
 pairs = []
 for _ in range(2):
-    mine = transport.connect(listener.address, transport="tcp")
+    mine = transport.connect(listener.address, transport="tcp", tls=four)
     pairs.append((mine, listener.accept()))
 array = np.ones(30_000_000, np.uint8)
 def send(end):
@@ -198,7 +204,7 @@ time.sleep(float(sys.argv[1]))
 
 
 def test_an_interpreter_ends_while_threads_of_lanes_encrypt_and_decrypt(four: TLS) -> None:
-    environment = {**os.environ, **certificates.environment(four), THREADS_VARIABLE: "4"}
+    environment = {**os.environ, **certificates.environment(four)}
     for round_ in range(6):
         done = subprocess.run(
             [sys.executable, "-c", AT_EXIT, str(0.05 + 0.09 * round_)],

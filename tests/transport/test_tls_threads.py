@@ -24,9 +24,8 @@ from deadlines import patience
 import geartrain.transport.connection as transport
 from geartrain import rpc
 from geartrain.errors import ArgumentError, ConnectionClosedError, MessageError, PeerLostError, WaitTimeoutError
-from geartrain.tools.doctor import examine
 from geartrain.transport.connection import Connection, Listener
-from geartrain.transport.tls import THREADS_VARIABLE, TLS
+from geartrain.transport.tls import TLS
 
 THREADS = re.compile(
     r"encrypted by (\d+) threads? \(at once so far (\d+)\) and decrypted by (\d+) threads? .* of (\d+)$"
@@ -98,17 +97,10 @@ def test_a_number_of_threads_that_is_none_is_refused(loopback: TLS, threads: Any
         transport.listen(tls=replace(loopback, threads=threads))
 
 
-def test_the_environment_names_the_number_of_threads(loopback: TLS, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable, value in certificates.environment(loopback).items():
-        monkeypatch.setenv(variable, value)
-    monkeypatch.setenv(THREADS_VARIABLE, "3")
-    with transport.listen() as listener, transport.connect(listener.address, transport="tcp") as mine:
-        assert mine.describe().endswith(" of 3")
-    assert any("3 threads" in finding.because for finding in examine() if finding.what == "TLS over TCP")
-    for wrong in ("many", "-1", "0", "17"):
-        monkeypatch.setenv(THREADS_VARIABLE, wrong)
-        with pytest.raises(ArgumentError, match=r"GEARTRAIN_TLS_THREADS|threads of TLS"):
-            transport.listen()
+def test_the_option_names_the_number_of_threads(loopback: TLS) -> None:
+    three = replace(loopback, threads=3)
+    with transport.listen(tls=three) as listener, transport.connect(listener.address, transport="tcp", tls=three) as it:
+        assert it.describe().endswith(" of 3")
 
 
 def test_messages_of_all_sizes_and_many_senders_stay_whole(four: TLS) -> None:
@@ -151,11 +143,14 @@ def test_a_message_beyond_the_limit_is_refused_before_it_takes_memory(four: TLS)
 
 
 PEER = """
+from dataclasses import replace
+from geartrain.transport.tls import TLS
+four = replace(TLS.of_environment(), threads=4)
 import sys
 import numpy as np
 import geartrain.transport.connection as transport
 what, address = sys.argv[1:]
-with transport.connect(address, transport="tcp", timeout_s=60) as mine:
+with transport.connect(address, transport="tcp", timeout_s=60, tls=four) as mine:
     print("ready", flush=True)
     array = np.ones(200_000_000, np.uint8)
     while True:
@@ -177,7 +172,7 @@ def sockets() -> int:
 
 @pytest.mark.parametrize("what", ["sends", "receives"])
 def test_a_peer_that_is_killed_in_the_middle_of_a_message_is_lost(four: TLS, what: str) -> None:
-    environment = {**os.environ, **certificates.environment(four), THREADS_VARIABLE: "4"}
+    environment = {**os.environ, **certificates.environment(four)}
     array = np.ones(200_000_000, np.uint8)
     before = sockets()
     with transport.listen(tls=four) as listener:
@@ -208,7 +203,7 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_message_is_lost(four: TLS, wha
 
 
 def test_a_peer_that_stops_in_the_middle_of_a_message_is_a_deadline(four: TLS) -> None:
-    environment = {**os.environ, **certificates.environment(four), THREADS_VARIABLE: "4"}
+    environment = {**os.environ, **certificates.environment(four)}
     with transport.listen(tls=four) as listener:
         command = [sys.executable, "-c", PEER, "receives", listener.address]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -263,13 +258,16 @@ def test_either_end_may_be_closed_twice_by_two_threads_in_the_middle_of_messages
 
 
 FORKS = """
+from dataclasses import replace
+from geartrain.transport.tls import TLS
+four = replace(TLS.of_environment(), threads=4)
 import os, sys, threading
 import numpy as np
 import geartrain.transport.connection as transport
 from geartrain.errors import ConnectionClosedError, PeerLostError
 array = np.ones(20_000_000, np.uint8)
-listener = transport.listen()
-mine = transport.connect(listener.address, transport="tcp")
+listener = transport.listen(tls=four)
+mine = transport.connect(listener.address, transport="tcp", tls=four)
 theirs = listener.accept()
 stop = threading.Event()
 def send():
@@ -291,7 +289,8 @@ for _ in range(5):
             try:
                 theirs.receive()
             except ConnectionClosedError:
-                with transport.listen() as own, transport.connect(own.address, transport="tcp") as one:
+                with transport.listen(tls=four) as own:
+                    one = transport.connect(own.address, transport="tcp", tls=four)
                     other = own.accept()
                     sender = threading.Thread(target=one.send, args=(b"", [array]))
                     sender.start()
@@ -310,7 +309,7 @@ os._exit(0)
 
 
 def test_children_forked_beside_the_threads_make_connections_of_their_own(four: TLS) -> None:
-    environment = {**os.environ, **certificates.environment(four), THREADS_VARIABLE: "4"}
+    environment = {**os.environ, **certificates.environment(four)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKS],
         env=environment,

@@ -116,7 +116,7 @@ class Run:
             "INIT_METHOD": f"file://{self.folder / 'init'}",
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "100",
             "GEARTRAIN_ALLREDUCE": "1" if side == "geartrain" else "0",
-            "GEARTRAIN_UPSTREAM_CALLS": str(self.calls) if side == "geartrain" else os.devnull,
+            "GEARTRAIN_TEST_UPSTREAM_CALLS": str(self.calls) if side == "geartrain" else os.devnull,
         }
         environment.pop("PYTEST_ADDOPTS", None)
         given = [str(CASES)] if tests is None else [f"{CASES}::TestDistributed::{test}" for test in tests]

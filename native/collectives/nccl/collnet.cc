@@ -23,7 +23,7 @@
 namespace geartrain::nccl {
 namespace {
 
-constexpr double kConnectS = 60, kCloseS = 10;
+constexpr double kConnectS = 60, kCloseS = 10, kAllReduceS = 600;
 constexpr uint32_t kMagic = 0x314e5447;  // "GTN1"
 
 struct GroupHandle {
@@ -59,7 +59,6 @@ struct RankGroup {
   }
 
   Group group;
-  double timeout_s = 0;
   const uint64_t forks = geartrain::forks();
   std::mutex mutex;
   std::array<Request, kNcclMostRequests> requests;
@@ -237,7 +236,6 @@ NcclResult connect(void* handles[], int ranks, int rank, void* listener, void** 
     const std::span<const double> all(rates);
     options.shares = plan_shares({all.first(options.world), all.subspan(options.world)}, 1e9).shares;
     auto made = std::make_unique<RankGroup>(options);
-    made->timeout_s = settings.timeout_s;
     const auto addresses = exchange(first, *static_cast<CollectiveListener*>(listener)->listener, options.world,
                                     options.rank, made->group.address(), deadline);
     made->group.connect(addresses, deadline);
@@ -273,7 +271,7 @@ NcclResult iallreduce(void* group, void* in, void* out, int count, NcclDtype dty
     const auto free = std::ranges::find_if(own.requests, [](const auto& one) { return one.work == nullptr; });
     if (free == own.requests.end()) return kNcclSuccess;  // it is asked for again
     const Shape shape{static_cast<uint64_t>(count), *type, *type, *how, 0};
-    free->work = own.group.all_reduce(shape, in, out, own.timeout_s);
+    free->work = own.group.all_reduce(shape, in, out, kAllReduceS);
     free->of = &own;
     free->bytes = static_cast<int>(bytes);
     *request = &*free;

@@ -72,13 +72,6 @@ NcclSettings settings_from_environment() {
   if (out.host.empty()) {
     fail(ErrorKind::argument, "GEARTRAIN_NCCL_HOST is not set: an address of this host that all others reach");
   }
-  if (const std::string given = variable("GEARTRAIN_NCCL_TIMEOUT_S"); !given.empty()) {
-    char* end = nullptr;
-    out.timeout_s = std::strtod(given.c_str(), &end);
-    if (*end != 0 || !(out.timeout_s > 0) || out.timeout_s > 1e6) {
-      fail(ErrorKind::argument, "GEARTRAIN_NCCL_TIMEOUT_S is a number of seconds above 0, found '", given, "'");
-    }
-  }
   const std::string reducers = variable("GEARTRAIN_REDUCERS");
   for (size_t at = 0; at <= reducers.size();) {
     const size_t end = std::min(reducers.find(',', at), reducers.size());

@@ -16,7 +16,6 @@ namespace geartrain {
 // GEARTRAIN_NCCL_HOST and the others (docs/collectives-torch.md).
 struct NcclSettings {
   std::string host;  // an address of this host that the others reach
-  double timeout_s = 600;
   std::string secret;
   std::vector<std::string> reducers;
 };

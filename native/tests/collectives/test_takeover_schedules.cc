@@ -1,8 +1,8 @@
 // Reducers that are lost, and come back, while frames between ranks, and to and from reducers, arrive in any order that
 // connections allow: every rank gets the sums that it would have got, to the bit, and none waits for ever.
 //
-// GEARTRAIN_SCHEDULES=100000 runs so many seeds of each test; a failure tells its seed, and GEARTRAIN_SEED runs it
-// alone.
+// GEARTRAIN_TEST_SCHEDULES=100000 runs so many seeds of each test; a failure tells its seed, and GEARTRAIN_TEST_SEED
+// runs it alone.
 
 #include <cstdlib>
 
@@ -52,8 +52,8 @@ struct Total {
 };
 
 Total run_all(uint64_t rounds, void (*change)(Simulation*), size_t groups = 1) {
-  const uint64_t only = number_in("GEARTRAIN_SEED", 0), first = only == 0 ? 1 : only;
-  rounds = number_in("GEARTRAIN_SCHEDULES", only == 0 ? rounds : 1);
+  const uint64_t only = number_in("GEARTRAIN_TEST_SEED", 0), first = only == 0 ? 1 : only;
+  rounds = number_in("GEARTRAIN_TEST_SCHEDULES", only == 0 ? rounds : 1);
   Total total;
   for (uint64_t seed = first; seed < first + rounds; ++seed) {
     SimulatedReducers reducers(seed, 3);
@@ -82,7 +82,7 @@ constexpr uint64_t kRounds = kThreadSanitizer ? 100 : kAddressSanitizer ? 300 : 
 
 // Not where few or other seeds are asked for.
 bool usual() {
-  return std::getenv("GEARTRAIN_SEED") == nullptr && number_in("GEARTRAIN_SCHEDULES", kRounds) >= kRounds;
+  return std::getenv("GEARTRAIN_TEST_SEED") == nullptr && number_in("GEARTRAIN_TEST_SCHEDULES", kRounds) >= kRounds;
 }
 
 TEST(reducers_that_are_lost_and_come_back_in_any_order_of_frames_cost_no_operation) {

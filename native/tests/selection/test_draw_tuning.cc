@@ -1,9 +1,8 @@
-// The choice of a form for large draws: it changes no row, is measured by draws that were asked for, and can be named.
+// The choice of a form for large draws: it changes no row, and is measured by draws that were asked for.
 
 #include "selection/draw_tuning.h"
 
 #include <atomic>
-#include <cstdlib>
 #include <random>
 #include <string>
 #include <thread>
@@ -29,29 +28,34 @@ struct Rows {
     from.words = words.get();
     from.priorities.rebuild();
   }
-  std::vector<uint32_t> draw_some(uint64_t step = 0) const {
+  std::vector<uint32_t> draw_some(size_t at_once = kDraws) const {
     std::vector<uint32_t> numbers(kDraws), rows(kDraws), generations(kDraws);
     std::vector<double> probability(kDraws);
     for (uint32_t i = 0; i < kDraws; ++i) numbers[i] = i;
-    const DrawPlan plan{.key = {3, step, kRowStream}, .limits = {}};
-    CHECK_EQ(draw(from, plan, numbers, {rows, generations, probability}), uint64_t{0});
+    const DrawPlan plan{.key = {3, 0, kRowStream}, .limits = {}};
+    for (size_t first = 0; first < kDraws; first += at_once) {
+      const size_t n = std::min(at_once, kDraws - first);
+      const std::span all(numbers);
+      const Draws out{std::span(rows).subspan(first, n), std::span(generations).subspan(first, n),
+                      std::span(probability).subspan(first, n)};
+      CHECK_EQ(draw(from, plan, all.subspan(first, n), out), uint64_t{0});
+    }
     return rows;
+  }
+  // In draws that are too small to be measured, by the form that every machine has.
+  std::vector<uint32_t> draw_portably() const {
+    set_descend_kernel("portable");
+    return draw_some(DrawTuning::kPiece - 1);
   }
 
   Words words, nodes;
   Population from;
 };
 
-void name(const char* given) {
-  given == nullptr ? ::unsetenv("GEARTRAIN_DESCENT") : ::setenv("GEARTRAIN_DESCENT", given, 1);
-  DrawTuning::forget();
-}
-
 TEST(large_draws_are_measured_until_a_form_is_chosen_and_are_the_same_rows_meanwhile) {
   const Rows all;
-  name("portable:64");
-  const std::vector<uint32_t> expected = all.draw_some();
-  name(nullptr);
+  const std::vector<uint32_t> expected = all.draw_portably();
+  DrawTuning::forget();
   CHECK_EQ(std::string(DrawTuning::choice().because), std::string("not measured yet"));
   for (int batch = 0; batch < 20; ++batch) CHECK(all.draw_some() == expected);
   const auto found = DrawTuning::choice();
@@ -71,9 +75,8 @@ TEST(large_draws_are_measured_until_a_form_is_chosen_and_are_the_same_rows_meanw
 
 TEST(draws_of_several_threads_choose_one_form_and_are_the_same_rows) {
   const Rows all;
-  name("portable:64");
-  const std::vector<uint32_t> expected = all.draw_some();
-  name(nullptr);
+  const std::vector<uint32_t> expected = all.draw_portably();
+  DrawTuning::forget();
   std::vector<std::thread> threads;
   std::atomic<int> same{0};
   for (int i = 0; i < 4; ++i) {
@@ -85,28 +88,6 @@ TEST(draws_of_several_threads_choose_one_form_and_are_the_same_rows) {
   CHECK_EQ(same.load(), 40);
   for (int batch = 0; batch < 20; ++batch) all.draw_some();  // trials that met another thread's were left out
   CHECK_EQ(std::string(DrawTuning::choice().because), std::string("measured"));
-}
-
-TEST(the_environment_names_a_form_and_a_number_and_nothing_is_measured) {
-  const Rows all;
-  name(nullptr);
-  const std::vector<uint32_t> expected = all.draw_some();
-  for (const char* given : {"portable", "portable:1", "portable:7", ":256"}) {
-    name(given);
-    CHECK(all.draw_some() == expected);
-    const auto found = DrawTuning::choice();
-    CHECK_EQ(std::string(found.because), std::string("GEARTRAIN_DESCENT"));
-    CHECK(found.candidates.empty());
-    const std::string text = given;
-    if (text[0] == 'p') CHECK_EQ(std::string(found.chosen.form), std::string("portable"));
-    const size_t colon = text.find(':');
-    CHECK_EQ(found.chosen.in_flight, colon == std::string::npos ? kUsualInFlight : std::stoul(text.substr(colon + 1)));
-  }
-  for (const char* given : {"sse9", "avx2:0", "portable:257", "portable:x", "portable:", "portable:7 ", ":-1"}) {
-    ::setenv("GEARTRAIN_DESCENT", given, 1);
-    CHECK_THROWS(schema, DrawTuning::forget());
-  }
-  name(nullptr);
 }
 
 }  // namespace

@@ -366,7 +366,7 @@ std::vector<Scenario> scenarios() {
 
 TEST(a_process_killed_after_any_instruction_loses_nothing_and_blocks_no_one) {
   if (kThreadSanitizer) return;
-  const char* wanted = std::getenv("GEARTRAIN_KILLED_CALLS");  // a part of their names
+  const char* wanted = std::getenv("GEARTRAIN_TEST_KILLED_CALLS");  // a part of their names
   for (const Scenario& scenario : scenarios()) {
     if (wanted != nullptr && std::strstr(scenario.name, wanted) == nullptr) continue;
     if (!run(scenario)) {

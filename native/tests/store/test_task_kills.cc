@@ -358,7 +358,7 @@ std::vector<Scenario> scenarios() {
 
 TEST(a_process_killed_after_any_instruction_loses_nothing_and_blocks_no_one) {
   if (kThreadSanitizer) return;
-  const char* wanted = std::getenv("GEARTRAIN_KILLED_CALLS");  // a part of their names
+  const char* wanted = std::getenv("GEARTRAIN_TEST_KILLED_CALLS");  // a part of their names
   for (const Scenario& scenario : scenarios()) {
     if (wanted != nullptr && std::strstr(scenario.name, wanted) == nullptr) continue;
     const bool traced = kill_in_every_state(
@@ -635,11 +635,11 @@ size_t asked_for(const char* name, size_t otherwise) {
   return asked != nullptr ? static_cast<size_t>(std::atoll(asked)) : otherwise;
 }
 
-// GEARTRAIN_TASK_KILLS=2000, or GEARTRAIN_TASK_CLAIMS=1000000 for at least so many of both.
+// GEARTRAIN_TEST_TASK_KILLS=2000, or GEARTRAIN_TEST_TASK_CLAIMS=1000000 for at least so many of both.
 TEST(workers_that_are_killed_do_no_task_twice_and_lose_no_row) {
   if (kThreadSanitizer) return;
-  const size_t kills = asked_for("GEARTRAIN_TASK_KILLS", kAddressSanitizer ? 20 : 150);
-  const size_t claims = asked_for("GEARTRAIN_TASK_CLAIMS", 0);
+  const size_t kills = asked_for("GEARTRAIN_TEST_TASK_KILLS", kAddressSanitizer ? 20 : 150);
+  const size_t claims = asked_for("GEARTRAIN_TEST_TASK_CLAIMS", 0);
   auto store = made(options_of_tests(64, 128 << 10));
   Workers workers(*store, claims != 0 ? kMostWorkers : 6, work);
   std::mt19937 random(5);
@@ -711,7 +711,7 @@ void grow(Store& store, Ledger& ledger, Call& call, unsigned seed) {
 
 TEST(a_full_region_of_growing_rows_is_never_stuck_and_the_oldest_come_through) {
   if (kThreadSanitizer) return;
-  const size_t rows = asked_for("GEARTRAIN_TASK_ROWS", kAddressSanitizer ? 30 : 300);
+  const size_t rows = asked_for("GEARTRAIN_TEST_TASK_ROWS", kAddressSanitizer ? 30 : 300);
   auto store = made(options_of_tests(8, 32 << 10));  // an answer and what it is merged from take up to 14 KB
   Workers workers(*store, 6, grow);
   Ledger& ledger = workers.ledger();

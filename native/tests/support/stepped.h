@@ -79,11 +79,11 @@ inline uint64_t hash_of(const Store& store, uint64_t bytes) {
 }
 
 // A step is a switch to another process and back. All states of all calls take minutes, so by default each call is
-// killed in evenly spaced ones; with GEARTRAIN_EVERY_STATE=1 in all of them. GEARTRAIN_KILLED_CALLS=steps: only of
+// killed in evenly spaced ones; with GEARTRAIN_TEST_EVERY_STATE=1 in all of them. GEARTRAIN_TEST_KILLED_CALLS=steps: only of
 // calls with that in their names.
 inline void thin_out(std::vector<size_t>& states) {
   const size_t keep = kAddressSanitizer ? 4 : 24;
-  if (std::getenv("GEARTRAIN_EVERY_STATE") != nullptr || states.size() <= keep) return;
+  if (std::getenv("GEARTRAIN_TEST_EVERY_STATE") != nullptr || states.size() <= keep) return;
   for (size_t i = 0; i < keep; ++i) states[i] = states[i * states.size() / keep];
   states.resize(keep);
 }

@@ -2,8 +2,6 @@
 
 #include <dlfcn.h>
 
-#include <cstdlib>
-
 #include "base/errors.h"
 
 namespace geartrain {
@@ -14,8 +12,7 @@ struct Loaded {
   std::string why_not;
 
   Loaded() {
-    const char* named = std::getenv("GEARTRAIN_LIBSSL");
-    const std::string file = named != nullptr && *named != 0 ? named : "libssl.so.3";
+    const std::string file = "libssl.so.3";
     void* library = ::dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);  // for as long as the process lives
     if (library == nullptr) {
       const char* reason = ::dlerror();

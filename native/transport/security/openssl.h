@@ -1,8 +1,6 @@
 // OpenSSL 3, the part that TLS needs (tls.cc), loaded at run time: programs without TLS need no
 // OpenSSL, neither to build nor to run. The prototypes are ours; those of OpenSSL 3 do not change within its major
 // version.
-//
-// GEARTRAIN_LIBSSL names another file than libssl.so.3, and is read when TLS is first asked for.
 #pragma once
 
 #include <cstddef>

@@ -13,7 +13,7 @@ GEARTRAIN_DIR). It has a file for each registration, named after the segment's i
 The kernel releases the lock when the process dies. The next reader of the ledger removes such files.
 
 The limit in force is the smallest limit of all live registrations. The default is half of the memory that this process
-may use. GEARTRAIN_PIN_LIMIT_GB or an argument overrides it.
+may use. `DeviceOptions(pin_limit_bytes=)` overrides it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from geartrain.core.shared_files import segments_directory
 from geartrain.device.device import Device
 from geartrain.errors import PinError, WaitTimeoutError
 
-LIMIT_VARIABLE = "GEARTRAIN_PIN_LIMIT_GB"
 GUARD_S = 10.0  # longest wait for the ledger
 
 _log = logging.getLogger("geartrain.device.pinned_memory")
@@ -86,12 +85,6 @@ class Pinned:
 
 def default_limit() -> int:
     """The default limit of pinned bytes on this host."""
-    asked = os.environ.get(LIMIT_VARIABLE)
-    if asked is not None:
-        try:
-            return int(float(asked) * 1e9)
-        except ValueError:
-            raise PinError(f"{LIMIT_VARIABLE} is a number of gigabytes, found {asked!r}") from None
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -134,8 +127,8 @@ class Ledger:
                 raise PinError(
                     f"pinning {store.name!r} ({store.nbytes / 1e9:.2f} GB) would bring this host to "
                     f"{(_total(others) + store.nbytes) / 1e9:.2f} GB of pinned memory, the limit is "
-                    f"{limit / 1e9:.2f} GB (pinned now: {holders or 'nothing'}). Raise it with {LIMIT_VARIABLE} "
-                    f"or pin_limit_bytes, for all processes of the host, or use path='staged'"
+                    f"{limit / 1e9:.2f} GB (pinned now: {holders or 'nothing'}). Raise it with "
+                    "pin_limit_bytes, in all processes of the host, or use path='staged'"
                 )
             path = self.directory / f"{segment}.{os.getpid()}.{next(_numbers)}"
             descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -15,9 +15,10 @@ from geartrain.transport.rendezvous import address_towards
 PORT = 29_500
 #: Longest wait for a pod's name to resolve: Kubernetes knows only the names of pods that have started.
 POD_NAME_S = 300.0
-#: Variables that `geartrain generate kubernetes` sets in pods: hosts of the job, the first host of a group of pods,
-#: and host:port of host 0. Kubernetes adds JOB_COMPLETION_INDEX, a pod's number in its group.
-POD_HOSTS, POD_FIRST_HOST, POD_MASTER = "GEARTRAIN_HOSTS", "GEARTRAIN_FIRST_HOST", "GEARTRAIN_MASTER"
+#: Variable that `geartrain generate kubernetes` sets in pods: "first/hosts" or "first/hosts@master", of the first host
+#: of a group of pods, the job's number of hosts, and host:port of host 0. Kubernetes adds JOB_COMPLETION_INDEX, a pod's
+#: number in its group.
+POD = "GEARTRAIN_POD"
 
 
 @dataclass(frozen=True)
@@ -92,16 +93,20 @@ def host_position(
                 environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment["WORLD_SIZE"] != "1",
             )
         )
-    if POD_HOSTS in environment and "JOB_COMPLETION_INDEX" in environment:
+    if POD in environment and "JOB_COMPLETION_INDEX" in environment:
         return _of_pod(environment, coordinator_port)
     return _of_slurm(environment, coordinator_port)
 
 
 def _of_pod(environment: Mapping[str, str], coordinator_port: int | None) -> HostPosition:
-    host = _number(environment, POD_FIRST_HOST, 0) + _number(environment, "JOB_COMPLETION_INDEX")
-    if (hosts := _number(environment, POD_HOSTS)) == 1:
+    given = environment[POD]
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})(?:@(.+))?", given, re.ASCII)
+    if found is None:
+        raise ArgumentError(f"{POD} is first/hosts@host:port, found {given!r}")
+    host, hosts = int(found[1]) + _number(environment, "JOB_COMPLETION_INDEX"), int(found[2])
+    if hosts == 1:
         return _checked(HostPosition(host, hosts))
-    address, port = _split(environment.get(POD_MASTER, ""))
+    address, port = _split(found[3] or "")
     return _checked(HostPosition(host, hosts, address, port, coordinator_port or port + 1, name_s=POD_NAME_S))
 
 
@@ -195,9 +200,7 @@ def _checked(position: HostPosition) -> HostPosition:
 
 
 __all__ = [
-    "POD_FIRST_HOST",
-    "POD_HOSTS",
-    "POD_MASTER",
+    "POD",
     "PORT",
     "HostPosition",
     "first_host",

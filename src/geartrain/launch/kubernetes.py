@@ -26,7 +26,7 @@ from typing import Any
 
 from geartrain.core.arguments import whole_number
 from geartrain.errors import ArgumentError
-from geartrain.launch.hosts import POD_FIRST_HOST, POD_HOSTS, POD_MASTER, PORT
+from geartrain.launch.hosts import POD, PORT
 from geartrain.launch.job import Job
 from geartrain.launch.resources import HostResources, host_resources
 
@@ -96,9 +96,9 @@ def job_set(
     max_restarts = whole_number("max_restarts", max_restarts, 2**31)
     groups = list(_groups(job, host_resources(job, hosts)))
     master = f"{name}-{groups[0][0]}-0-0.{name}:{PORT}"
-    variables: list[dict[str, Any]] = [{"name": POD_HOSTS, "value": str(hosts)}]
+    position = f"{hosts}@{master}" if hosts > 1 else f"{hosts}"
+    variables: list[dict[str, Any]] = []
     if hosts > 1:
-        variables.append({"name": POD_MASTER, "value": master})
         key = {"name": secret or f"{name}-secret", "key": "secret"}
         variables.append({"name": "GEARTRAIN_SECRET", "valueFrom": {"secretKeyRef": key}})
     variables += [{"name": variable, "value": _literal(value)} for variable, value in (env or {}).items()]
@@ -118,7 +118,7 @@ def job_set(
             "name": "launcher",
             "image": image,
             "command": [_literal(word) for word in launch],
-            "env": [*variables, {"name": POD_FIRST_HOST, "value": str(first)}],
+            "env": [*variables, {"name": POD, "value": f"{first}/{position}"}],
             "resources": _resources(needed, gpu_resource),
             "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
         }

@@ -26,10 +26,9 @@ import geartrain.device.pinned_memory as pinning
 import geartrain.tools.cross_memory as cross_memory
 import geartrain.transport.nixl as nixl
 from geartrain.core.shared_files import leftovers, segments_directory
-from geartrain.errors import ArgumentError, GeartrainError, SchemaError
+from geartrain.errors import ArgumentError, GeartrainError
 from geartrain.tools.testing import Hosts
 from geartrain.transport.connection import viable
-from geartrain.transport.tls import THREADS_VARIABLE
 
 #: Docker gives containers 64 MB of /dev/shm unless it is told otherwise.
 SMALL_BYTES = 64 << 20
@@ -118,20 +117,17 @@ def _copies() -> Finding:
 
 
 def draws() -> Finding:
-    """The form of prioritized draws: the fastest one here, measured now, or what GEARTRAIN_DESCENT names."""
+    """The form of prioritized draws: the fastest one here, measured now."""
     what = "prioritized draws"
     rows = 1 << 21  # too many for most caches: what is measured is waiting for memory
     candidates = _native.Candidates(np.arange(1, rows + 1, dtype=np.uint32))
     numbers = np.arange(1 << 15, dtype=np.uint32)
-    try:
-        for step in range(4):
-            candidates.draw(True, 0, step, 0, numbers, 0, None)
-    except SchemaError as error:  # of the variable
-        return Finding(what, "broken", str(error), "unset GEARTRAIN_DESCENT")
+    for step in range(4):
+        candidates.draw(True, 0, step, 0, numbers, 0, None)
     form, in_flight, because, measured = _native.draw_tuning()
     told = "; ".join(f"{other} {count}: {ns:.0f} ns" for other, count, ns in measured)
     why = f"{form}, {in_flight} searches in flight ({because}{f': {told} a draw' if told else ''})"
-    return Finding(what, "ok", f"{why}; GEARTRAIN_DESCENT=avx2:32 names another")
+    return Finding(what, "ok", why)
 
 
 def shared_memory() -> Finding:
@@ -214,14 +210,12 @@ def _tls() -> Finding:
     reason = _native.tls_not_viable()
     if reason:
         return Finding(what, "missing", reason, "install OpenSSL 3")
-    how = "OpenSSL 3 found; enabled where certificates are given (docs/transport.md); "
-    asked = os.environ.get(THREADS_VARIABLE, "")
-    if asked:
-        how += f"{asked} threads encrypt or decrypt a connection's lanes ({THREADS_VARIABLE})"
-    else:
-        most = _native.tls_lanes(0)
-        how += f"a connection has {most} lanes, encrypted or decrypted by as many threads as have a core to themselves"
-    return Finding(what, "ok", how)
+    return Finding(
+        what,
+        "ok",
+        "OpenSSL 3 found; enabled where certificates are given (docs/transport.md); a connection has "
+        f"{_native.tls_lanes(0)} lanes, encrypted or decrypted by as many threads as have a core to themselves",
+    )
 
 
 def _install(extra: str) -> str:
@@ -324,7 +318,7 @@ def _gpu_fetch() -> Finding:
         what,
         "ok",
         f"gathered from pinned segments or staged; {known['pinned_bytes'] / 1e9:.1f} GB of this host are pinned, the "
-        f"limit is {known['limit_bytes'] / 1e9:.1f} GB ({pinning.LIMIT_VARIABLE})",
+        f"limit is {known['limit_bytes'] / 1e9:.1f} GB (DeviceOptions(pin_limit_bytes=))",
     )
 
 
@@ -349,31 +343,12 @@ def collectives_waits() -> Finding:
     """What a wait of collectives does where ranks share memory: busy-waits for how long, and when to say otherwise."""
     what = "waits of collectives"
     cores = _native.available_cores()
-    variable = "GEARTRAIN_ALLREDUCE_SPIN_US"
-    given = os.environ.get(variable, "").strip()
-    if not given:
-        return Finding(
-            what,
-            "ok",
-            "between ranks of one host they poll for 50 us and then sleep, at once while others use the cores; "
-            f"with more than {cores} ranks here they offer their core while they poll. For ranks that own a core "
-            f"each: {variable}=1e6 or Group(spin_us=1e6); 0 never polls",
-        )
-    loaded = _load(what, "torch", "torch")
-    if isinstance(loaded, Finding):
-        return replace(loaded, because=f"{variable} is for torch.distributed: {loaded.because}")
-    from geartrain.collectives.torch_backend.options import BackendOptions
-
-    try:
-        spin_us = BackendOptions.from_environment({variable: given}).spin_us
-    except ValueError as error:
-        return Finding(what, "broken", str(error), f"unset {variable}")
-    polls = f"poll for {spin_us:g} us before they sleep" if spin_us else "never poll"
     return Finding(
         what,
         "ok",
-        f"ranks of torch.distributed {polls} ({variable}), also with more than {cores} ranks here and beside others, "
-        "where it is better not set; groups in Python and C have their own spin_us",
+        "between ranks of one host they poll for 50 us and then sleep, at once while others use the cores; "
+        f"with more than {cores} ranks here they offer their core while they poll. For ranks that own a core "
+        "each: spin_us=1e6 of the group; 0 never polls",
     )
 
 

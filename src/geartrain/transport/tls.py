@@ -9,13 +9,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from geartrain.core.arguments import check_path, check_text, shown, whole_number
+from geartrain.core.arguments import check_path, check_text, whole_number
 from geartrain.errors import ArgumentError
 
 #: Environment variables of `TLS`, in the order of its fields; the last one is optional.
 VARIABLES = ("GEARTRAIN_TLS_CERT", "GEARTRAIN_TLS_KEY", "GEARTRAIN_TLS_CA", "GEARTRAIN_TLS_NAME")
-#: Environment variable of `TLS.threads`.
-THREADS_VARIABLE = "GEARTRAIN_TLS_THREADS"
 #: Upper limit: a connection has no more lanes.
 MOST_THREADS = 16
 
@@ -45,13 +43,13 @@ class TLS:
 
     @staticmethod
     def of_environment() -> TLS | None:
-        """Reads GEARTRAIN_TLS_CERT, _KEY, _CA, and optionally _NAME and _THREADS.
+        """Reads GEARTRAIN_TLS_CERT, _KEY, _CA, and optionally _NAME.
 
         Returns:
             The files; None if none of the first three is set.
 
         Raises:
-            ArgumentError: only some of the first three are set, or _THREADS is not a number.
+            ArgumentError: only some of the first three are set.
         """
         values = [os.environ.get(name, "") for name in VARIABLES]
         if not any(values):
@@ -61,11 +59,8 @@ class TLS:
             raise ArgumentError(
                 f"TLS needs a certificate, its key and the peers' authority; {', '.join(missing)} is not set"
             )
-        threads = os.environ.get(THREADS_VARIABLE, "")
-        if threads and not threads.isdecimal():
-            raise ArgumentError(f"{THREADS_VARIABLE} is a number of threads, found {shown(threads)}")
         certificate, key, ca, name = values
-        return TLS(certificate, key, ca, name, int(threads) if threads else None)
+        return TLS(certificate, key, ca, name)
 
     def options(self) -> dict[str, Any]:
         """Internal: options of the native layer.

@@ -73,9 +73,9 @@ def main(
     found, when = crossover.found_from(seconds), time.strftime("%Y-%m-%d")
     try:
         path = crossover.remember(gpu, found, command=command, when=when, torch=torch.__version__)
-        outcome = f"written to {path} for {gpu}; {crossover.VARIABLE} overrides it"
+        outcome = f"written to {path} for {gpu}; DeviceOptions(crossover_bytes=) overrides it"
     except OSError as error:
-        outcome = f"not saved ({error}); set {crossover.VARIABLE}={found}"
+        outcome = f"not saved ({error}); use DeviceOptions(crossover_bytes={found})"
     result.notes.append(f"{crossover_note(seconds)}, {outcome}")
     report.report(result, json_path, plot_path)
     return result

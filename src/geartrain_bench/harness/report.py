@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +19,6 @@ from geartrain_bench.harness.timing import BenchResult, Row, finish
 
 Result = TypeVar("Result", bound=BenchResult)
 
-#: GEARTRAIN_BASELINE_PYTHON_TORCHRL=/path/to/python is equivalent to --baseline-python torchrl=/path/to/python.
-BASELINE_PREFIX = "GEARTRAIN_BASELINE_PYTHON_"
 #: Columns of a table in a file.
 _FILE_COLUMNS = 200
 _MARK = "(!)"
@@ -307,11 +304,7 @@ def _panel(axis: Any, title: str, rows: list[Row], systems: list[str], colors: d
 
 def parse_baselines(given: Sequence[str]) -> dict[str, str]:
     """NAME=PYTHON arguments and the environment's variables, as {name: interpreter}; arguments take precedence."""
-    found = {
-        key.removeprefix(BASELINE_PREFIX).lower().replace("_", "-"): value
-        for key, value in os.environ.items()
-        if key.startswith(BASELINE_PREFIX) and value
-    }
+    found: dict[str, str] = {}
     for word in given:
         name, equals, python = word.partition("=")
         if not (name and equals and python):

@@ -77,9 +77,8 @@ def main(
 ) -> BenchResult:
     """Measures, prints the tables, writes the requested files, and returns the result.
 
-    `baselines` maps "transferqueue" to the interpreter of an environment that has it;
-    GEARTRAIN_BASELINE_PYTHON_TRANSFERQUEUE does the same. `case` are texts: only parts with one of them in their name
-    are measured.
+    `baselines` maps "transferqueue" to the interpreter of an environment that has it. `case` are texts: only parts with
+    one of them in their name are measured.
 
     Raises:
         ArgumentError: no part has one of the texts in its name.

@@ -137,7 +137,7 @@ def be_client(system: str, address: str) -> None:
 
 def aes_gcm_gb_s(threads: int, seconds: float = 0.3) -> float:
     """Of AES-128-GCM over a megabyte each that stays in the cache, as `openssl speed -multi` has it."""
-    crypto = ctypes.CDLL(os.environ.get("GEARTRAIN_LIBSSL") or "libssl.so.3")  # libcrypto's are found through it
+    crypto = ctypes.CDLL("libssl.so.3")  # libcrypto's are found through it
     for name in ("EVP_CIPHER_CTX_new", "EVP_aes_128_gcm"):
         getattr(crypto, name).restype = ctypes.c_void_p
     bytes_each = 1 << 20

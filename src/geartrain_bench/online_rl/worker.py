@@ -20,8 +20,8 @@ from geartrain.selection import Uniform
 OBSERVED, WIDTH, ACTIONS = 4, 64, 2
 #: Steps of a row: longer episodes continue in the next one.
 ROW_STEPS = 64
-ENVIRONMENT = "GEARTRAIN_BENCH_ENVIRONMENT"
-ENVIRONMENTS = "GEARTRAIN_BENCH_ENVIRONMENTS"
+ENVIRONMENT = "BENCH_ENVIRONMENT"
+ENVIRONMENTS = "BENCH_ENVIRONMENTS"
 
 
 def make_network() -> Any:

@@ -122,8 +122,7 @@ def main(
 ) -> BenchResult:
     """Measures, prints the tables, writes the requested files, and returns the result.
 
-    `baselines` maps "torchrl", "cpprb" and "tianshou" to the interpreter of an environment that has it;
-    GEARTRAIN_BASELINE_PYTHON_TORCHRL and the like do the same.
+    `baselines` maps "torchrl", "cpprb" and "tianshou" to the interpreter of an environment that has it.
     """
     plan = QUICK if quick else FULL
     result = run(plan, {**report.parse_baselines([]), **(baselines or {})}, quick=quick)

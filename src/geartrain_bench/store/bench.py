@@ -143,7 +143,7 @@ def main(
     """Measures, prints the table, writes the requested files, and returns the result.
 
     `baselines` maps "torchrl", "torchrl-thp" (torch's allocator with huge pages), "cpprb" and "reverb" to the
-    interpreter of an environment that has it; GEARTRAIN_BASELINE_PYTHON_TORCHRL and the like do the same. `--quick`
+    interpreter of an environment that has it. `--quick`
     includes baselines as far as its minute allows.
     """
     result = run(QUICK if quick else FULL, {**report.parse_baselines([]), **(baselines or {})}, quick=quick)

@@ -174,7 +174,7 @@ def main(
     """Measures, prints the table, writes the requested files, and returns the result.
 
     `baselines` maps "sb3", "torchrl", "torchrl-thp", "cpprb", "tianshou" and "flashbax" to the interpreter of an
-    environment that has it; GEARTRAIN_BASELINE_PYTHON_SB3 and the like do the same. `case` are texts: only cases
+    environment that has it. `case` are texts: only cases
     with one of them in their name are measured.
 
     Raises:

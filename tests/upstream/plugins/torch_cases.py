@@ -4,8 +4,8 @@ torch ships the cases, and not the file of its test suite that turns them into t
 is a fork of a process that has imported them, for imports would take nearly all of a run's time. With
 GEARTRAIN_ALLREDUCE=1 a group of the backend "gloo" is one of geartrain's, as under `python -m geartrain_autoload`.
 
-Every rank of a case appends a line to GEARTRAIN_UPSTREAM_CALLS: the case, and how many collectives of which name were
-made by geartrain ("ours") and by Gloo ("inner").
+Every rank of a case appends a line to GEARTRAIN_TEST_UPSTREAM_CALLS: the case, and how many collectives of which name
+were made by geartrain ("ours") and by Gloo ("inner").
 """
 
 from __future__ import annotations
@@ -68,5 +68,5 @@ class TestDistributed(distributed_test.TestDistBackend, distributed_test.Distrib
             super()._run(rank, test_name, *arguments, **names)
         finally:
             ours, inner = (sum((pair[i] for pair in calls), Counter()) for i in (0, 1))
-            with Path(os.environ["GEARTRAIN_UPSTREAM_CALLS"]).open("a") as file:
+            with Path(os.environ["GEARTRAIN_TEST_UPSTREAM_CALLS"]).open("a") as file:
                 file.write(json.dumps({"case": test_name, "groups": len(calls), "ours": ours, "inner": inner}) + "\n")

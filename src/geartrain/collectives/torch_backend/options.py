@@ -10,9 +10,7 @@ from pathlib import Path
 
 import torch
 
-from geartrain.collectives.group_arguments import MOST_SPIN_US, ON_REDUCER_LOSS, REDUCER_SILENCE_S
-
-BITS = {"": 8.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+from geartrain.collectives.group_arguments import ON_REDUCER_LOSS
 
 
 @dataclass(frozen=True)
@@ -72,11 +70,7 @@ class BackendOptions:
                 raise ValueError(f"GEARTRAIN_REDUCERS is host:port,host:port,..., found {address!r}")
         shares: str | tuple[float, ...] = env.get("GEARTRAIN_ALLREDUCE_SHARES", "auto").strip() or "auto"
         if shares not in ("auto", "equal"):
-            shares = _numbers("GEARTRAIN_ALLREDUCE_SHARES", str(shares), {"": 1.0})
-        rates = env.get("GEARTRAIN_ALLREDUCE_RATES", "").strip()
-        algorithm = env.get("GEARTRAIN_ALLREDUCE_ALGORITHM", "shares")
-        if algorithm not in ("shares", "ring"):
-            raise ValueError(f"GEARTRAIN_ALLREDUCE_ALGORITHM is shares or ring, found {algorithm!r}")
+            shares = _numbers("GEARTRAIN_ALLREDUCE_SHARES", str(shares))
         wire = env.get("GEARTRAIN_ALLREDUCE_WIRE_DTYPE") or None
         if wire not in (None, "bfloat16", "float16"):
             raise ValueError(f"GEARTRAIN_ALLREDUCE_WIRE_DTYPE is bfloat16 or float16, found {wire!r}")
@@ -93,30 +87,15 @@ class BackendOptions:
                 "GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS=continue needs connections between all ranks, which "
                 "GEARTRAIN_ALLREDUCE_HIERARCHICAL=1 has not: use one of them"
             )
-        spin = env.get("GEARTRAIN_ALLREDUCE_SPIN_US", "").strip()
-        spin_us = _numbers("GEARTRAIN_ALLREDUCE_SPIN_US", spin, {"": 1.0}) if spin else ()
-        if len(spin_us) > 1 or any(not 0 <= one <= MOST_SPIN_US for one in spin_us):
-            raise ValueError(f"GEARTRAIN_ALLREDUCE_SPIN_US is from 0 to {MOST_SPIN_US:g}, found {spin!r}")
-        silence = env.get("GEARTRAIN_ALLREDUCE_REDUCER_SILENCE_S", "").strip() or "3"
-        silence_s = _numbers("GEARTRAIN_ALLREDUCE_REDUCER_SILENCE_S", silence, {"": 1.0})
-        least_s, most_s = REDUCER_SILENCE_S
-        if len(silence_s) > 1 or not least_s <= silence_s[0] <= most_s:
-            raise ValueError(
-                f"GEARTRAIN_ALLREDUCE_REDUCER_SILENCE_S is from {least_s:g} to {most_s:g}, found {silence!r}"
-            )
         cuda = env.get("GEARTRAIN_ALLREDUCE_CUDA", "") or "staged"
         if cuda not in ("staged", "nccl"):
             raise ValueError(f"GEARTRAIN_ALLREDUCE_CUDA is staged or nccl, found {cuda!r}")
         return cls(
             cuda=cuda,
             hierarchical=hierarchical == "1",
-            spin_us=spin_us[0] if spin_us else None,
             on_reducer_loss=on_loss,
-            reducer_silence_s=silence_s[0],
             reducers=reducers,
             shares=shares,
-            rates=_numbers("GEARTRAIN_ALLREDUCE_RATES", rates, BITS, 8.0) if rates else None,
-            algorithm=algorithm,
             wire_dtype=wire,
             secret=_secret(env),
             epoch=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
@@ -160,19 +139,12 @@ def _shares(numbers: tuple[float, ...]) -> str | tuple[float, ...]:
     return tuple(number / total for number in numbers) if total > 0 else "equal"
 
 
-def _numbers(variable: str, text: str, units: Mapping[str, float], divide: float = 1.0) -> tuple[float, ...]:
-    """Numbers separated by commas, each with a unit; in units of one `divide`th."""
-    found = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z]*?)\s*", part)
-        if match is None or match[2].lower() not in units:
-            known = ", ".join(unit for unit in units if unit)
-            raise ValueError(f"{variable} is numbers separated by commas{known and f' ({known})'}, found {part!r}")
-        try:
-            found.append(float(match[1]) * units[match[2].lower()] / divide)
-        except ValueError:
-            raise ValueError(f"{variable}: {match[1]!r} is no number") from None
-    return tuple(found)
+def _numbers(variable: str, text: str) -> tuple[float, ...]:
+    """Numbers separated by commas."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{variable} is numbers separated by commas, found {text!r}") from None
 
 
 def _secret(env: Mapping[str, str]) -> bytes | None:

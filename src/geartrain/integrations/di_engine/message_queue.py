@@ -289,10 +289,10 @@ def _check_engine() -> tuple[Any, Any, Any, Any]:
             f"geartrain's docs/di-engine.md says. {error}"
         ) from error
     version = str(ding.__version__).removeprefix("v")
-    if version not in KNOWN_VERSIONS and not os.environ.get("GEARTRAIN_DI_ANY_VERSION"):
+    if version not in KNOWN_VERSIONS:
         raise MissingDependencyError(
             f"this is DI-engine {version}, and the queue was made for {', '.join(KNOWN_VERSIONS)}: it replaces parts "
-            "of ding.framework.parallel. GEARTRAIN_DI_ANY_VERSION=1 tries it"
+            f"of ding.framework.parallel. Install DI-engine {KNOWN_VERSIONS[-1]}"
         )
     runner = getattr(parallel.runner, "__func__", None)
     if "geartrain" not in registry and (

@@ -8,9 +8,8 @@
 The first of these values applies:
 
 1. `DeviceOptions(crossover_bytes=...)`,
-2. the environment variable GEARTRAIN_CROSSOVER_BYTES,
-3. the file,
-4. `CROSSOVER_BYTES`, measured on an H100.
+2. the file,
+3. `CROSSOVER_BYTES`, measured on an H100.
 
 `replay.describe()` reports which one is in use.
 """
@@ -26,9 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.core.json_values import read_object, whole_entry
-from geartrain.errors import ArgumentError
-
-VARIABLE = "GEARTRAIN_CROSSOVER_BYTES"
 
 # On an H100 (PCIe 5) copy engines move pieces of 20 KB at a tenth of the link's rate, of 100 KB at 0.98 of it, of 1 MB
 # at all of it; the gather reaches 0.77 for 4 KB, 0.89 and 0.91, and takes some of the multiprocessors' time.
@@ -46,17 +42,9 @@ def crossover(asked: int | None, device: str) -> tuple[int, str]:
     Args:
         asked: by the program; None for what is known of the device.
         device: its name, as the vendor gives it.
-
-    Raises:
-        ArgumentError: GEARTRAIN_CROSSOVER_BYTES is no number of bytes.
     """
     if asked is not None:
         return asked, "as asked for"
-    variable = os.environ.get(VARIABLE)
-    if variable is not None:
-        if not variable.isdecimal():
-            raise ArgumentError(f"{VARIABLE} is a number of bytes, found {variable!r}")
-        return int(variable), f"by {VARIABLE}"
     found = _measured().get(device)
     if isinstance(found, dict):
         with contextlib.suppress(ValueError):
@@ -101,4 +89,4 @@ def _measured() -> dict[str, Any]:
         return {}
 
 
-__all__ = ["CROSSOVER_BYTES", "VARIABLE", "crossover", "found_from", "measured_path", "remember"]
+__all__ = ["CROSSOVER_BYTES", "crossover", "found_from", "measured_path", "remember"]
