@@ -50,7 +50,8 @@ class Peer:
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()
         self.folder = folder
-        self.control = rpc.Node("control", peers={"peer": self.address}, driver=SimulatedRuntime(folder, 0))
+        options = rpc.NodeOptions(driver=SimulatedRuntime(folder, 0))
+        self.control = rpc.Node("control", peers={"peer": self.address}, options=options)
 
     def be(self, count: int = 2, folder: Path | None = None, delay_s: float = 0.0, why: str | None = None) -> str:
         self.control.call("peer", "be", count, str(folder or self.folder), delay_s, why)
@@ -83,7 +84,8 @@ class World:
 
     def node(self, address: str, count: int = 2, *, delay_s: float = 0.0, **options: Any) -> rpc.Node:
         driver = SimulatedRuntime(self.folder, count, delay_s=delay_s, why=options.pop("why", None))
-        self.nodes.append(rpc.Node("me", peers={"peer": address}, driver=driver, **options))
+        rare = rpc.NodeOptions(driver=driver, limits=options.pop("limits", None))
+        self.nodes.append(rpc.Node("me", peers={"peer": address}, options=rare, **options))
         return self.nodes[-1]
 
     def close(self) -> None:
@@ -346,7 +348,7 @@ import numpy as np
 from geartrain.tools.testing import SimulatedRuntime
 from geartrain import rpc
 driver = SimulatedRuntime({str(world.folder)!r})
-node = rpc.Node("dies", peers={{"peer": {peer.address!r}}}, driver=driver)
+node = rpc.Node("dies", peers={{"peer": {peer.address!r}}}, options=rpc.NodeOptions(driver=driver))
 for _ in range(2):
     node.call("peer", "twice", driver.tensor(0, np.ones(10)))
 peer = node.client("peer", timeout_s=5)

@@ -282,12 +282,13 @@ def test_a_name_goes_over_only_where_the_other_host_says_that_nobody_listens() -
     [
         {"name": ""},
         {"name": None},
-        {"max_threads": float("nan")},
-        {"max_open": 1.5},
-        {"max_running": "4"},
-        {"spin_us": float("nan")},
-        {"spin_us": -1},
-        {"peer_timeout_s": float("inf")},
+        {"options": {"max_threads": float("nan")}},
+        {"options": {"max_threads": 0}},
+        {"options": {"max_open": 1.5}},
+        {"options": {"max_running": "4"}},
+        {"options": {"spin_us": float("nan")}},
+        {"options": {"spin_us": -1}},
+        {"options": {"peer_timeout_s": float("inf")}},
         {"port": 70_000},
         {"transport": "carrier pigeon"},
         {"store": 5},
@@ -299,5 +300,6 @@ def test_a_name_goes_over_only_where_the_other_host_says_that_nobody_listens() -
 def test_arguments_of_a_node_that_are_none_are_refused_at_the_door(options: dict[str, Any]) -> None:
     before = threading.active_count()
     with pytest.raises(ArgumentError):
-        rpc.Node(**{"name": "node", **options})
+        made = {"options": rpc.NodeOptions(**options["options"])} if "options" in options else options
+        rpc.Node(**{"name": "node", **made})
     assert threading.active_count() <= before

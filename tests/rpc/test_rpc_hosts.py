@@ -28,7 +28,7 @@ def wait(seconds):
     time.sleep(seconds)
     return "awake"
 
-with rpc.Node("server", host=sys.argv[1], secret=b"of the cluster", peer_timeout_s=2) as node:
+with rpc.Node("server", host=sys.argv[1], secret=b"of the cluster", options=rpc.NodeOptions(peer_timeout_s=2)) as node:
     print(node.address, flush=True)
     sys.stdin.read()
 """
@@ -44,7 +44,8 @@ from geartrain.errors import GeartrainError, PeerLostError
 slow = float(os.environ.get("GEARTRAIN_TEST_PATIENCE", "1"))  # how many times as long as on an idle machine
 peers = {"near": sys.argv[2], "far": sys.argv[3]}
 lost = []
-with rpc.Node("client", host=sys.argv[1], secret=b"of the cluster", peers=peers, peer_timeout_s=2) as node:
+rare = rpc.NodeOptions(peer_timeout_s=2)
+with rpc.Node("client", host=sys.argv[1], secret=b"of the cluster", peers=peers, options=rare) as node:
     node.on_peer_lost(lambda name, why: lost.append(name))
     assert node.call("near", "add", 1, 2) == node.call("far", "add", 1, 2) == 3
     waiting = node.call_async("far", "wait", 60, timeout_s=60)

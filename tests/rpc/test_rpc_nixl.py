@@ -86,7 +86,7 @@ def test_what_was_received_stays_as_it_was(peer: Peer) -> None:
 
 @here
 def test_more_than_is_lent_is_refused_and_nothing_is_left(peer: Peer) -> None:
-    small = peer.another(limits=MessageLimits(max_segment_bytes=1 << 20))
+    small = peer.another(options=rpc.NodeOptions(limits=MessageLimits(max_segment_bytes=1 << 20)))
     with pytest.raises(BusyError, match="leased to this peer already"):
         small.call("peer", "ranges", 1 << 20)
     assert small.call("peer", "memory")["held"] == 0

@@ -85,7 +85,8 @@ def test_a_peer_that_gives_no_sign_of_life_is_lost_in_time(
         why.append(f"{name}: {reason}")
         lost.set()
 
-    with rpc.Node("me", peers={"silent": address}, transport=transport, peer_timeout_s=2, timeout_s=patience(30)) as me:
+    options = {"transport": transport, "timeout_s": patience(30), "options": rpc.NodeOptions(peer_timeout_s=2)}
+    with rpc.Node("me", peers={"silent": address}, **options) as me:
         me.on_peer_lost(note)
         assert me.call("silent", "add", 1, 2) == 3
         waiting = me.call_async("silent", "forever")
@@ -104,7 +105,7 @@ def test_a_caller_that_gives_no_sign_of_life_is_lost_too(
     spawn: Callable[..., tuple[subprocess.Popen[str], str]],
 ) -> None:
     lost = threading.Event()
-    with rpc.Node("me", peer_timeout_s=2, timeout_s=patience(30)) as me:
+    with rpc.Node("me", timeout_s=patience(30), options=rpc.NodeOptions(peer_timeout_s=2)) as me:
         process, address = spawn("caller")
         me.directory.known["caller"] = address
         me.on_peer_lost(lambda name, reason: name == "caller" and lost.set())

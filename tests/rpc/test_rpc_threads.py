@@ -46,8 +46,9 @@ def test_a_slow_function_holds_up_its_peers_own_calls_until_given_up_and_nobody_
 
 
 def test_functions_that_wait_for_calls_of_their_own_need_no_thread_of_the_pool() -> None:
-    with rpc.Node("a", timeout_s=patience(20), max_threads=1, max_running=1) as a:
-        with rpc.Node("b", timeout_s=patience(20), max_threads=1, max_running=1, peers={"a": a.address}) as b:
+    one = rpc.NodeOptions(max_threads=1, max_running=1)
+    with rpc.Node("a", timeout_s=patience(20), options=one) as a:
+        with rpc.Node("b", timeout_s=patience(20), options=one, peers={"a": a.address}) as b:
             a.directory.known["b"] = b.address
 
             @rpc.function(name="deep")
@@ -65,7 +66,7 @@ def test_functions_that_wait_for_calls_of_their_own_need_no_thread_of_the_pool()
 
 
 def test_functions_that_never_return_are_given_up_and_others_run() -> None:
-    with rpc.Node("server", timeout_s=patience(20), max_threads=2) as server:
+    with rpc.Node("server", timeout_s=patience(20), options=rpc.NodeOptions(max_threads=2)) as server:
         nodes = [rpc.Node(f"n{i}", peers={"server": server.address}, timeout_s=patience(10)) for i in range(5)]
         nap_s = patience(8.0)
         for node in nodes:  # connected: the deadlines below are the calls' alone
@@ -95,7 +96,7 @@ def test_blocked_functions_starve_nobody() -> None:
     rpc.function(name="hold")(lambda: event.wait(patience(10)))
     rpc.function(name="release")(event.set)
     try:
-        with rpc.Node("server", timeout_s=patience(10), max_running=2) as server:
+        with rpc.Node("server", timeout_s=patience(10), options=rpc.NodeOptions(max_running=2)) as server:
             nodes = [rpc.Node(f"n{i}", peers={"server": server.address}, timeout_s=patience(10)) for i in range(13)]
             held = [node.call_async("server", "hold") for node in nodes[:12]]
             began_s = time.monotonic()
@@ -125,7 +126,7 @@ def test_few_functions_run_at_once_and_slow_ones_do_not_count() -> None:
             at_once -= 1
 
     try:
-        with rpc.Node("server", timeout_s=patience(20), max_running=1) as server:
+        with rpc.Node("server", timeout_s=patience(20), options=rpc.NodeOptions(max_running=1)) as server:
             nodes = [rpc.Node(f"n{i}", peers={"server": server.address}, timeout_s=patience(20)) for i in range(6)]
             for node in nodes:
                 assert node.call("server", "add", 1, 1) == 2

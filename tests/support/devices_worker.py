@@ -92,7 +92,8 @@ def call_back(peer: str, address: str, tensor: Any) -> Any:
 
 if __name__ == "__main__":
     driver = SimulatedRuntime(sys.argv[1], int(sys.argv[2]))
-    node = rpc.Node("peer", driver=driver, transport=sys.argv[3] if len(sys.argv) > 3 else None)
+    options = rpc.NodeOptions(driver=driver)
+    node = rpc.Node("peer", transport=sys.argv[3] if len(sys.argv) > 3 else None, options=options)
     print(node.address, flush=True)
     sys.stdin.read()
     node.close()

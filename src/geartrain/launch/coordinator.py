@@ -68,7 +68,7 @@ class Coordinator:
         self._wake = wake
         self._closed = False
         self.secret = job_secret(position)
-        options: dict[str, Any] = {"secret": self.secret.encode(), "max_threads": 1024}
+        options: dict[str, Any] = {"secret": self.secret.encode(), "options": rpc.NodeOptions(max_threads=1024)}
         if position.hosts > 1:
             options |= {"host": "0.0.0.0", "port": position.coordinator_port if position.host == 0 else 0}
         self.master = f"id=any;tcp={position.master_addr}:{position.coordinator_port}"

@@ -41,6 +41,7 @@ from geartrain.errors import ArgumentError, GeartrainError, PeerLostError
 from geartrain.rpc.caller import Caller
 from geartrain.rpc.future import Future
 from geartrain.rpc.node import Node
+from geartrain.rpc.options import NodeOptions
 from geartrain.rpc.pubsub import Topic
 from geartrain.rpc.registry import batch_stats, batched, function
 from geartrain.rpc.remote_objects import Remote
@@ -180,6 +181,7 @@ __all__ = [
     "Future",
     "Histogram",
     "Node",
+    "NodeOptions",
     "PeerLostError",
     "Remote",
     "Topic",

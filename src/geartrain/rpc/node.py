@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NoReturn, SupportsIndex
 
@@ -24,10 +24,8 @@ from geartrain.core.arguments import (
     refuse_copies,
     shown,
     timeout,
-    whole_number,
 )
 from geartrain.core.process_report import register
-from geartrain.device.device import DeviceRuntime
 from geartrain.errors import (
     ArgumentError,
     ConnectionClosedError,
@@ -42,6 +40,7 @@ from geartrain.errors import (
 from geartrain.rpc.client import Client
 from geartrain.rpc.future import Future
 from geartrain.rpc.lifetime import Lifetime
+from geartrain.rpc.options import NodeOptions
 from geartrain.rpc.protocol import HELLO
 from geartrain.rpc.pubsub import Topic, Topics
 from geartrain.rpc.registry import names
@@ -90,22 +89,14 @@ class Node:
         store: Any = None,
         peers: dict[str, str] | None = None,
         secret: bytes = b"",
+        tls: TLS | Literal[False] | None = None,
         pickle: bool = True,
-        transport: str | None = None,
-        device_map: Any = None,
         host: str | None = "127.0.0.1",
         port: int = 0,
-        advertise: Iterable[str] = (),
         timeout_s: float = 30.0,
-        max_threads: int = 64,
-        max_running: int = 1,
-        max_open: int = 1024,
-        limits: MessageLimits | None = None,
-        spin_us: float = 50.0,
-        views: bool = True,
-        peer_timeout_s: float = 10.0,
-        driver: DeviceRuntime | None = None,
-        tls: TLS | Literal[False] | None = None,
+        transport: str | None = None,
+        device_map: Any = None,
+        options: NodeOptions | None = None,
     ) -> None:
         """Starts a node that peers can call from now on.
 
@@ -119,37 +110,25 @@ class Node:
             store: rendezvous of names and addresses: an object with `set`, `get` and `check`, like torch's c10d stores.
             peers: addresses that are known without a store, by name.
             secret: the cluster's secret; needed to listen on anything but loopback.
+            tls: certificates, to encrypt all TCP connections; by default what the environment says. As for
+                `transport.listen`; the files are read again for each peer that this node connects to.
             pickle: send objects that the codec does not know by pickle, between peers with the secret.
+            host, port: as for `transport.listen`.
+            timeout_s: default deadline of calls, and of joining, in seconds. Every `timeout_s` of `geartrain.rpc` is
+                from 0 (does not wait) to 1e9.
             transport: forces one of `transport.TRANSPORTS`; or, for tensors, "cuda_ipc" between GPUs of a host or
                 "nixl" for all on GPUs and large ones on the CPU.
             device_map: GPU of a peer that tensors go to: "1_0_0,..." (peer's name or rank, GPU here, GPU there) or
                 {peer: {GPU here: GPU there}}. Chosen automatically for other peers (docs/devices.md).
-            host, port, advertise, limits, spin_us, views: as for `transport.listen`.
-            timeout_s: default deadline of calls, and of joining, in seconds. Every `timeout_s` of `geartrain.rpc` is
-                from 0 (does not wait) to 1e9.
-            max_threads: most functions that run at once. One that waits for a call of its own, or that was cancelled,
-                does not count; an `async def` needs no thread.
-            max_running: functions that begin at once: the next begins when one of them returns, has run for 5 ms, or
-                waits for a call of its own. Raise it for functions that wait for less than that, on disks for example,
-                or that compute without the GIL on free cores.
-            max_open: calls to one peer without a reply; the next one waits.
-            peer_timeout_s: a peer without heartbeats for this many seconds is lost: its process is stopped, or its host
-                or network is down. Its calls then fail with `PeerLostError`, and `on_peer_lost` is called. A killed
-                process is lost at once. 0 never, otherwise at least 2.
-            driver: runtime of other devices than CUDA's.
-            tls: certificates, to encrypt all TCP connections; by default what the environment says. As for
-                `transport.listen`; the files are read again for each peer that this node connects to.
+            options: numbers of threads and calls, limits of messages and the like.
 
         Raises:
             NameTakenError: a node of that name is registered, and is alive or may be.
             ArgumentError: an argument is out of range.
         """
-        numbers = {"max_threads": max_threads, "max_running": max_running, "max_open": max_open}
-        if any(whole_number(what, number, 2**31 - 1) < 1 for what, number in numbers.items()):
-            raise ArgumentError(
-                f"max_threads, max_running and max_open must be at least 1, found max_threads={max_threads}, "
-                f"max_running={max_running}, max_open={max_open}"
-            )
+        rare = NodeOptions() if options is None else options
+        if not isinstance(rare, NodeOptions):
+            raise ArgumentError(f"options are geartrain.rpc.NodeOptions, found {shown(rare)}")
         check_text("a node's name", name)
         pickle = check_flag("pickle", pickle)
         check_store(store)
@@ -158,9 +137,10 @@ class Node:
         for peer, address in (peers or {}).items():
             check_text("the name of a peer", peer)
             check_text(f"the address of peer {peer!r}", address)
-        self.name, self.pickle, self.timeout_s, self.max_open = name, pickle, timeout(timeout_s), max_open
-        self._options = options_of(secret, limits, spin_us, views, peer_timeout_s, tls)
-        self.devices = DeviceTensors(device_map, transport, driver, (limits or MessageLimits()).max_segment_bytes)
+        self.name, self.pickle, self.timeout_s, self.max_open = name, pickle, timeout(timeout_s), rare.max_open
+        self._options = options_of(secret, rare.limits, rare.spin_us, rare.views, rare.peer_timeout_s, tls)
+        limits = rare.limits or MessageLimits()
+        self.devices = DeviceTensors(device_map, transport, rare.driver, limits.max_segment_bytes)
         self.directory = Directory(store, dict(peers or {}))
         self._codec = native_codec()
         self._clients: dict[str, Client] = {}
@@ -169,11 +149,11 @@ class Node:
         self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread
         self._on_lost: list[Callable[[str, str], object]] = []
         self._lifetime = Lifetime(name)
-        options = dict(self._options)
+        listening = dict(self._options)
         if transport is not None and self.devices.forced is None:
             check_choice("transport", transport, (*TRANSPORTS, *CHANNELS))
             self._options["transport"] = transport
-        listener = Listener(native_listener(options, host, port, advertise))
+        listener = Listener(native_listener(listening, host, port, rare.advertise))
         self.address = listener.address
         self.topics = Topics(self)
         self._threads = ThreadGroup(name)
@@ -186,10 +166,10 @@ class Node:
                 self._threads,
                 pickle=pickle,
                 timeout_s=timeout_s,
-                max_threads=max_threads,
-                max_running=max_running,
-                max_open=max_open,
-                max_queued_bytes=(limits or MessageLimits()).max_queued_bytes,
+                max_threads=rare.max_threads,
+                max_running=rare.max_running,
+                max_open=rare.max_open,
+                max_queued_bytes=limits.max_queued_bytes,
                 spin_us=self._options["spin_us"],
                 lost=self._lost,
             )

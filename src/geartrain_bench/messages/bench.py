@@ -339,7 +339,8 @@ def _rpc(name: str, transport: str, spin_us: float, views: bool = True, tls: boo
     shown: TLS | Literal[False] | None = TLS.of_environment() if tls else False
     with worker("rpc", transport, str(spin_us), "views" if views else "copies", "" if tls else "plain") as address:
         peers = {"server": address}
-        with rpc.Node("client", peers=peers, transport=transport, spin_us=spin_us, timeout_s=120, tls=shown) as node:
+        options = rpc.NodeOptions(spin_us=spin_us)
+        with rpc.Node("client", peers=peers, transport=transport, timeout_s=120, tls=shown, options=options) as node:
             yield Client(
                 name,
                 lambda value: node.call("server", "echo", value),

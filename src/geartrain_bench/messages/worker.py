@@ -41,9 +41,8 @@ def serve_rpc(transport: str, spin_us: str, views: str, tls: str = "") -> None:
     node = rpc.Node(
         "server",
         transport=transport,
-        spin_us=float(spin_us),
-        views=views == "views",
         tls=False if tls == "plain" else None,
+        options=rpc.NodeOptions(spin_us=float(spin_us), views=views == "views"),
     )
     print(node.address, flush=True)
     sys.stdin.read()

@@ -172,7 +172,11 @@ def _serve_geartrain(rank: int, work: Work, pipe: Connection) -> None:
         init_method=work.init_method,
         timeout_s=JOIN_S,
         secret=b"",
-        **({} if rank != 1 or work.agent_threads is None else {"max_running": work.agent_threads}),
+        **(
+            {}
+            if rank != 1 or work.agent_threads is None
+            else {"options": rpc.NodeOptions(max_running=work.agent_threads)}
+        ),
     )
     if rank == 0:
         observers = [name_of(other) for other in range(2, work.world_size)]

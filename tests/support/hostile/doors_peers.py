@@ -124,6 +124,14 @@ def node(tools: Tools) -> Door:
     return rpc.Node, {"name": "one", "timeout_s": 1.0}
 
 
+@door("rpc.NodeOptions")
+def node_options(tools: Tools) -> Door:
+    def make(**arguments: Any) -> Any:
+        return rpc.Node("one", timeout_s=1.0, options=rpc.NodeOptions(**arguments))
+
+    return make, dict(vars(rpc.NodeOptions()))
+
+
 @door("rpc.init")
 def init(tools: Tools) -> Door:
     def call(**arguments: Any) -> None:
