@@ -14,13 +14,6 @@ import pytest
 
 import geartrain.actors.store_server as store_server
 import geartrain.device.cuda_ipc as cuda_ipc
-import geartrain.rpc.batching as batching
-
-
-def complete_a_reply() -> None:
-    reply = batching.PendingReply()
-    reply.complete(1)
-    assert reply.value == 1
 
 
 def exit_code(child: int) -> int:
@@ -34,11 +27,10 @@ def exit_code(child: int) -> int:
 @pytest.mark.parametrize(
     ("module", "name", "use"),
     [
-        (batching, "_LOCK", complete_a_reply),
         (store_server, "_lock", store_server._served.clear),
         (cuda_ipc, "_spare_lock", cuda_ipc._spare.clear),
     ],
-    ids=["batching", "store_server", "cuda_ipc"],
+    ids=["store_server", "cuda_ipc"],
 )
 def test_a_child_forked_beside_a_thread_that_holds_it_uses_what_it_guards(
     module: Any, name: str, use: Callable[[], object]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,25 @@ from rpc_functions import add, batch_sizes, triple
 from geartrain import rpc
 from geartrain.errors import ArgumentError, BusyError, WaitTimeoutError
 from geartrain.rpc.registry import functions
+
+
+class Asked:
+    """A call, as a batch sees it: its arguments, and the result or the error that it got."""
+
+    cancelled = False
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.kwargs: dict[str, Any] = {}
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def finish(self, value: Any = None, error: BaseException | None = None) -> None:
+        self.value, self.error = value, error
+
+
+def asked(*args: Any) -> Any:
+    return Asked(*args)
 
 
 def test_batches_are_run_when_full_or_when_time_is_up(pair: tuple[rpc.Node, rpc.Node]) -> None:
@@ -76,10 +96,10 @@ def test_a_full_queue_refuses_more(pair: tuple[rpc.Node, rpc.Node]) -> None:
 
     batcher = Batcher(lambda values: values, max_size=3, max_wait_us=None, max_queued=3, stack=False)
     for i in range(2):
-        batcher.submit((i,), {})
+        batcher.submit(asked(i))
     batcher._max_queued = 2
     with pytest.raises(BusyError):
-        batcher.submit((9,), {})
+        batcher.submit(asked(9))
 
 
 def test_a_batched_function_tells_how_long_its_batches_take(pair: tuple[rpc.Node, rpc.Node]) -> None:
@@ -170,7 +190,9 @@ def test_calls_of_another_shape_dtype_or_number_of_arguments_are_a_batch_of_thei
         (np.full(3, 5, np.float32),),
         ([6, 7],),
     ]
-    pending = [batcher.submit(args, {}) for args in given]
+    pending = [asked(*args) for args in given]
+    for one in pending:
+        batcher.submit(one)
     assert seen == [((2, 3), "float32"), ((1, 4), "float32"), ((1, 3), "float64"), ((1, 2), "int64")]
     assert [type(one.error) for one in pending] == [type(None)] * 3 + [TypeError, ValueError] + [type(None)] * 2
     for one, args in zip(pending, given, strict=True):
@@ -179,6 +201,8 @@ def test_calls_of_another_shape_dtype_or_number_of_arguments_are_a_batch_of_thei
             np.testing.assert_array_equal(one.value, 2 * np.asarray(args[0]))
     assert batcher.stats().calls == 7
     unstacked = Batcher(lambda a, b: [a[0] + b[0]], max_size=2, max_wait_us=None, max_queued=2, stack=False)
-    wrong, right = unstacked.submit((1,), {}), unstacked.submit((1, 2), {})
+    wrong, right = asked(1), asked(1, 2)
+    for one in (wrong, right):
+        unstacked.submit(one)
     assert isinstance(wrong.error, TypeError)
     assert right.value == 3

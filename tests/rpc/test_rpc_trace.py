@@ -105,7 +105,7 @@ def test_a_trace_changes_no_native_call(pair: tuple[rpc.Node, rpc.Node], kind: s
         try:
             with contextlib.suppress(RemoteError, TypeError):
                 CALLS[kind](node)
-            until(lambda: not session.running, "the call is over")
+            until(lambda: not server.server.scheduler.open_calls(session), "the call is over")
         finally:
             client.calls, client.connection, session.connection = native
         return notes

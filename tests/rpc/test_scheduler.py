@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from geartrain.errors import BusyError, GeartrainError
+from geartrain.rpc.batching import Batcher
 from geartrain.rpc.protocol import CALL
-from geartrain.rpc.running import about_to_wait, current
-from geartrain.rpc.scheduler import Scheduler
-from geartrain.rpc.session import Call, ServerSession, Worker
+from geartrain.rpc.scheduler import Call, Scheduler, about_to_wait, current
+
+
+class _Session:
+    """A client, with what it got by the number of its call: results, or types of errors."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.replies: dict[int, Any] = {}
+
+    def reply(self, kind: int, tag: int, value: Any = None, error: BaseException | None = None) -> None:
+        assert tag not in self.replies
+        self.replies[tag] = value if error is None else type(error).__name__
 
 
 class Harness:
-    """A scheduler whose threads are run when the test says so, and whose calls are named by their functions."""
+    """A scheduler whose threads are run when the test says so, and whose functions and results are names."""
 
     def __init__(self, *, max_threads: int = 4, max_open: int = 4, threads: int = 1000) -> None:
         self.started: list[Callable[[], object]] = []
         self.executed: list[str] = []
-        self.refused: list[str] = []
         self.stepped_aside = 0
         self.during: dict[str, Callable[[], object]] = {}
         self._threads_left = threads
@@ -29,8 +39,6 @@ class Harness:
         self.scheduler = Scheduler(
             "server",
             self,  # type: ignore[arg-type]  # its `start` is all that is used
-            self._execute,
-            lambda call, error: self.refused.append(call.function),
             self._step_aside,
             max_threads=max_threads,
             max_open=max_open,
@@ -45,47 +53,48 @@ class Harness:
 
     def run_started(self) -> None:
         while self.started:
-            outer, current.worker = current.worker, None  # as in a thread of its own
+            outer, current.call = current.call, None  # as in a thread of its own
             try:
                 self.started.pop(0)()
             finally:
-                current.worker = outer
+                current.call = outer
 
-    def _execute(self, call: Call) -> None:
-        self.executed.append(call.function)
-        self.during.get(call.function, lambda: None)()
+    def _execute(self, name: str) -> Any:
+        self.executed.append(name)
+        return self.during.get(name, lambda: None)()
 
     def _step_aside(self) -> None:
         self.stepped_aside += 1
 
-    def session(self, name: str) -> ServerSession:
-        nothing: Any = SimpleNamespace(authenticated=False)
-        session = ServerSession(None, 0, nothing, False, nothing)
-        session.name = name
-        return session
+    def session(self, name: str) -> Any:
+        one: Any = _Session(name)
+        self.scheduler.add(one)
+        return one
 
-    def admit(self, session: ServerSession, name: str, *, ordered: bool = True, until_s: float = 1e9) -> Worker | None:
+    def ask(self, session: Any, name: str, *, ordered: bool = True, until_s: float = 1e9) -> Call | None:
+        """A new call, if this thread is to run it."""
         self._tags += 1
-        return self.scheduler.admit(Call(session, CALL, self._tags, name, (), {}, 10, until_s), ordered)
+        call = Call(session, CALL, self._tags, self._execute, (name,), {}, 10, until_s, ordered)
+        return call if self.scheduler.admit(call) else None
 
-    def idle(self, *sessions: ServerSession) -> bool:
-        """Whether a full set of workers could start, and nothing is left of what ran."""
-        left = [one for one in sessions if one.queue or one.queued_bytes or one.worker or one.running]
+    def idle(self, *sessions: Any) -> bool:
+        """Whether a full set of calls could start, and nothing is left of what ran."""
+        left = sum(self.scheduler.open_calls(one) for one in sessions)
         other = self.session("other")
-        workers = [self.admit(other, "probe", ordered=False) for _ in range(self.scheduler._max_threads)]
-        full = all(workers) and self.admit(other, "one too many", ordered=False) is None
+        calls = [self.ask(other, "probe", ordered=False) for _ in range(self.scheduler._max_threads)]
+        full = all(calls) and self.ask(other, "one too many", ordered=False) is None
         return full and not left and self.scheduler.backlog == 1
 
 
 def test_a_sessions_calls_run_in_order_and_other_sessions_beside_it() -> None:
     harness = Harness()
     a, b = harness.session("a"), harness.session("b")
-    first = harness.admit(a, "a1")
+    first = harness.ask(a, "a1")
     assert first is not None
-    assert harness.admit(a, "a2") is None
-    assert harness.admit(a, "a3") is None
-    beside = harness.admit(b, "b1")
-    concurrent = harness.admit(a, "a-any", ordered=False)
+    assert harness.ask(a, "a2") is None
+    assert harness.ask(a, "a3") is None
+    beside = harness.ask(b, "b1")
+    concurrent = harness.ask(a, "a-any", ordered=False)
     assert beside is not None and concurrent is not None
     for worker in (beside, concurrent, first):
         harness.scheduler.run(worker)
@@ -97,9 +106,9 @@ def test_a_sessions_calls_run_in_order_and_other_sessions_beside_it() -> None:
 def test_the_turn_passes_when_a_function_waits_for_a_call_of_its_own() -> None:
     harness = Harness(max_threads=1)
     a = harness.session("a")
-    first = harness.admit(a, "a1")
+    first = harness.ask(a, "a1")
     assert first is not None
-    assert harness.admit(a, "a2") is None
+    assert harness.ask(a, "a2") is None
 
     def wait() -> None:
         about_to_wait()
@@ -107,7 +116,7 @@ def test_the_turn_passes_when_a_function_waits_for_a_call_of_its_own() -> None:
         assert len(harness.started) == 1
         harness.run_started()  # another thread, while this one waits
         assert harness.executed == ["a1", "a2"]
-        third = harness.admit(a, "a3")  # the turn is free, and so is a thread's place
+        third = harness.ask(a, "a3")  # the turn is free, and so is a thread's place
         assert third is not None
         harness.scheduler.run(third)
 
@@ -121,11 +130,11 @@ def test_the_turn_passes_when_a_function_waits_for_a_call_of_its_own() -> None:
 def test_at_most_max_threads_run_and_the_backlog_follows_in_the_same_thread() -> None:
     harness = Harness(max_threads=1)
     a, b, c = (harness.session(name) for name in "abc")
-    first = harness.admit(a, "a1")
+    first = harness.ask(a, "a1")
     assert first is not None
-    assert harness.admit(b, "b1") is None
-    assert harness.admit(c, "c1") is None
-    assert harness.admit(b, "b2") is None
+    assert harness.ask(b, "b1") is None
+    assert harness.ask(c, "c1") is None
+    assert harness.ask(b, "b2") is None
     assert harness.scheduler.backlog == 2
     harness.scheduler.run(first)
     assert harness.executed == ["a1", "b1", "b2", "c1"]
@@ -135,12 +144,12 @@ def test_at_most_max_threads_run_and_the_backlog_follows_in_the_same_thread() ->
 def test_a_cancelled_call_does_not_begin_and_a_running_one_holds_up_nobody() -> None:
     harness = Harness(max_threads=1)
     a, b = harness.session("a"), harness.session("b")
-    first = harness.admit(a, "a1")
+    first = harness.ask(a, "a1")
     assert first is not None
-    harness.admit(a, "a2")
-    harness.admit(a, "a3")
-    harness.admit(b, "b1")
-    harness.admit(b, "b2")
+    harness.ask(a, "a2")
+    harness.ask(a, "a3")
+    harness.ask(b, "b1")
+    harness.ask(b, "b2")
     harness.scheduler.cancel(a, 2)
     harness.scheduler.cancel(b, 4)  # of the backlog, and its turn passes to b2
 
@@ -152,17 +161,18 @@ def test_a_cancelled_call_does_not_begin_and_a_running_one_holds_up_nobody() -> 
     harness.during["a1"] = stuck
     harness.scheduler.run(first)
     assert sorted(harness.executed) == ["a1", "a3", "b2"]
+    assert list(a.replies) == [3]  # the client forgot the others
     assert harness.idle(a, b)
 
 
 def test_calls_of_a_lost_client_do_not_begin() -> None:
     harness = Harness(max_threads=1)
     a, b = harness.session("a"), harness.session("b")
-    first = harness.admit(a, "a1")
+    first = harness.ask(a, "a1")
     assert first is not None
-    harness.admit(a, "a2")
-    harness.admit(a, "a-any", ordered=False)
-    harness.admit(b, "b1")
+    harness.ask(a, "a2")
+    harness.ask(a, "a-any", ordered=False)
+    harness.ask(b, "b1")
 
     def lost() -> None:
         harness.scheduler.drop(a)
@@ -177,17 +187,17 @@ def test_calls_of_a_lost_client_do_not_begin() -> None:
 def test_queues_are_bounded() -> None:
     harness = Harness(max_threads=1, max_open=2)
     a = harness.session("a")
-    first = harness.admit(a, "a1")
+    first = harness.ask(a, "a1")
     assert first is not None
-    assert harness.admit(a, "a2") is None
-    assert harness.admit(a, "a3") is None
+    assert harness.ask(a, "a2") is None
+    assert harness.ask(a, "a3") is None
     with pytest.raises(BusyError, match="2 calls of 'a' wait"):
-        harness.admit(a, "a4")
+        harness.ask(a, "a4")
     for i in range(8):
-        assert harness.admit(harness.session(f"b{i}"), f"b{i}") is None
+        assert harness.ask(harness.session(f"b{i}"), f"b{i}") is None
     late = harness.session("late")
     with pytest.raises(BusyError, match="runs 1 functions"):
-        harness.admit(late, "late")
+        harness.ask(late, "late")
     harness.scheduler.run(first)
     assert harness.executed == ["a1", "a2", "a3", *(f"b{i}" for i in range(8))]
     assert harness.idle(a, late)  # what was refused holds no turn
@@ -196,54 +206,87 @@ def test_queues_are_bounded() -> None:
 def test_calls_that_find_no_thread_are_refused_and_later_ones_run() -> None:
     harness = Harness(threads=0)
     a = harness.session("a")
-    first = harness.admit(a, "a1")
+    first = harness.ask(a, "a1")
     assert first is not None
-    harness.admit(a, "a2")
-    harness.admit(a, "a3")
+    harness.ask(a, "a2")
+    harness.ask(a, "a3")
     harness.during["a1"] = about_to_wait
     harness.scheduler.run(first)
     assert harness.executed == ["a1"]
-    assert harness.refused == ["a2", "a3"]
-    last = harness.admit(a, "a4")
+    assert a.replies == {1: None, 2: "BusyError", 3: "BusyError"}
+    last = harness.ask(a, "a4")
     assert last is not None
     harness.scheduler.run(last)
     assert harness.executed == ["a1", "a4"]
     assert harness.idle(a)
 
 
-def test_an_error_of_ours_does_not_end_what_follows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_ours_does_not_end_what_follows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = Harness()
     a = harness.session("a")
-    first = harness.admit(a, "a1")
+    first = harness.ask(a, "a1")
     assert first is not None
-    harness.admit(a, "a2")
+    harness.ask(a, "a2")
 
-    def broken() -> None:
+    def broken(*_: object, **__: object) -> None:
         raise OSError("no reply could be sent")
 
-    harness.during["a1"] = broken
+    monkeypatch.setattr(a, "reply", broken)
     harness.scheduler.run(first)
     assert harness.executed == ["a1", "a2"]
     assert "no reply could be sent" in capsys.readouterr().err
-    assert current.worker is None
+    assert current.call is None
     assert harness.idle(a)
 
 
 def test_calls_beyond_their_deadline_are_found_wherever_they_are() -> None:
     harness = Harness(max_threads=1)
     a, b = harness.session("a"), harness.session("b")
-    assert harness.admit(a, "running", until_s=1.0) is not None
-    harness.admit(a, "queued", until_s=1.0)
-    harness.admit(b, "in the backlog", until_s=1.0)
-    harness.admit(b, "in time", until_s=9.0)
-    assert sorted(tag for _, tag in harness.scheduler.expired([a, b], 5.0)) == [1, 2, 3]
+    running = harness.ask(a, "running", until_s=1.0)
+    harness.ask(a, "queued", until_s=1.0)
+    harness.ask(b, "in the backlog", until_s=1.0)
+    harness.ask(b, "in time", until_s=9.0)
+    assert running is not None
+
+    def late() -> None:
+        harness.scheduler.expire(5.0)
+        harness.run_started()
+
+    harness.during["running"] = late
+    harness.scheduler.run(running)
+    assert harness.executed == ["running", "in time"]
+    assert harness.idle(a, b)
+
+
+def test_a_call_of_a_future_or_a_batch_is_open_until_that_is_done() -> None:
+    harness = Harness(max_threads=1)
+    a = harness.session("a")
+    futures: dict[str, Future[int]] = {name: Future() for name in ("done", "fails", "cancelled")}
+    for name, future in futures.items():
+        harness.during[name] = lambda future=future: future  # type: ignore[misc]
+        call = harness.ask(a, name)
+        assert call is not None  # the one before passed the turn
+        harness.scheduler.run(call)
+    assert (a.replies, harness.scheduler.open_calls(a)) == ({}, 3)
+    batched = Batcher(lambda values: [10 * value for value in values], 1, None, 1, False)
+    fourth = Call(a, CALL, 4, batched, (4,), {}, 10, 1e9, True)
+    assert harness.scheduler.admit(fourth)
+    harness.scheduler.run(fourth)  # which fills its batch
+    futures["done"].set_result(7)
+    futures["fails"].set_exception(ValueError("no"))
+    harness.scheduler.cancel(a, 3)
+    assert futures["cancelled"].cancelled()
+    assert a.replies == {4: 40, 1: 7, 2: "ValueError"}
+    assert harness.idle(a)
 
 
 def test_one_more_thread_waits_for_messages_than_functions_run() -> None:
     harness = Harness(max_threads=2)
     scheduler = harness.scheduler
     assert [scheduler.claim_receiver() for _ in range(4)] == [True, True, True, False]
-    worker = harness.admit(harness.session("a"), "a1")
+    worker = harness.ask(harness.session("a"), "a1")
     assert worker is not None
 
     def wait() -> None:

@@ -28,7 +28,7 @@ from geartrain.replay.fetch import fetch
 from geartrain.rpc.caller import Caller
 from geartrain.rpc.node import Node
 from geartrain.rpc.registry import function
-from geartrain.rpc.running import about_to_wait
+from geartrain.rpc.scheduler import about_to_wait
 from geartrain.store.recorder import StepRecorder
 from geartrain.store.store import Store
 

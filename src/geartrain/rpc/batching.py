@@ -1,7 +1,4 @@
-"""Dynamic batching: collects calls of one function and runs them as one batch.
-
-`PendingReply` is the reply of a call that is completed later, by another thread.
-"""
+"""Dynamic batching: collects calls of one function and runs them as one batch."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
-from typing import Any
+from typing import Any, Protocol
 
 from geartrain.core.arguments import check_flag, check_function, check_real, check_whole
 from geartrain.core.threads import DaemonThread
@@ -22,53 +18,16 @@ from geartrain.rpc.stats import BatchDone, BatchStats
 #: Timer threads of one function, which run batches that did not fill in time.
 _MAX_TIMERS = 64
 
-_LOCK = threading.RLock()  # of the moment in which a result meets its callback; a handler may complete another one
 
+class BatchedCall(Protocol):
+    """A call of a batched function: `scheduler.Call`."""
 
-class PendingReply:
-    """A reply that is sent later. Completed once: with a result, with an error, or by cancellation."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    cancelled: bool
 
-    __slots__ = ("_done", "_on_cancel", "_when_done", "cancelled", "error", "until_s", "value")
-
-    def __init__(self, on_cancel: Callable[[], object] | None = None) -> None:
-        self.cancelled = False
-        self.until_s = float("inf")  # the call's deadline
-        self._done = False
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self._on_cancel = on_cancel
-        self._when_done: Callable[[], object] | None = None
-
-    def when_done(self, callback: Callable[[], object]) -> None:
-        """Sets the callback, which is called once; now if the reply is complete already."""
-        self._when_done = callback
-        if self._done:
-            self._call_back()
-
-    def complete(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Sets the result or the error."""
-        self.value, self.error, self._done = value, error, True
-        self._call_back()
-
-    def take_from(self, task: Any) -> None:
-        """Completes like a `concurrent.futures.Future` that is done."""
-        if task.cancelled():
-            self.complete(error=CancelledError())
-        else:
-            error = task.exception()
-            self.complete(None if error is not None else task.result(), error)
-
-    def _call_back(self) -> None:
-        with _LOCK:
-            callback, self._when_done = self._when_done, None
-        if callback is not None:
-            callback()
-
-    def cancel(self) -> None:
-        """The client does not wait for it any more."""
-        self.cancelled = True
-        if self._on_cancel is not None:
-            self._on_cancel()
+    def finish(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Replies."""
 
 
 class Batcher:
@@ -105,7 +64,7 @@ class Batcher:
         self._max_wait_s = None if max_wait_us is None else max_wait_us * 1e-6
         self._on_batch = on_batch
         self._stats = BatchStats()
-        self._waiting: list[tuple[PendingReply, tuple[Any, ...]]] = []
+        self._waiting: list[BatchedCall] = []
         self._since_s = 0.0
         self._after_fork()
         _batchers.add(self)
@@ -122,11 +81,10 @@ class Batcher:
         with self._lock:
             return self._stats.copy()
 
-    def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingReply:
-        """Adds a call; runs the batch when that fills it. Raises `BusyError`."""
-        if kwargs:
+    def submit(self, call: BatchedCall) -> None:
+        """Adds a call, which a batch will finish; runs the batch when that fills it. Raises `BusyError`."""
+        if call.kwargs:
             raise MessageError("a batched function takes positional arguments only")
-        pending = PendingReply()
         full = None
         with self._lock:
             if len(self._waiting) >= self._max_queued:
@@ -137,7 +95,7 @@ class Batcher:
                     f"the queue of {self.__qualname__} is full: {len(self._waiting)} calls wait already. Retry "
                     "later, or raise max_queued"
                 )
-            self._waiting.append((pending, args))
+            self._waiting.append(call)
             if len(self._waiting) == 1:
                 self._since_s = time.monotonic()
             if len(self._waiting) >= self._max_size:
@@ -152,11 +110,10 @@ class Batcher:
                     raise
         if full is not None:
             self._run(full, since_s, True)
-        return pending
 
     def _drop_cancelled(self) -> None:
         # Cancelled calls fill no batch, and take no place in the queue.
-        left = [entry for entry in self._waiting if not entry[0].cancelled]
+        left = [call for call in self._waiting if not call.cancelled]
         self._stats.cancelled += len(self._waiting) - len(left)
         self._waiting = left
 
@@ -193,8 +150,8 @@ class Batcher:
                     return
                 self._free_timers += 1
 
-    def _run(self, batch: list[tuple[PendingReply, tuple[Any, ...]]], asked_s: float, full: bool) -> None:
-        wanted = [entry for entry in batch if not entry[0].cancelled]
+    def _run(self, batch: list[BatchedCall], asked_s: float, full: bool) -> None:
+        wanted = [call for call in batch if not call.cancelled]
         if len(wanted) < len(batch):
             with self._lock:
                 self._stats.cancelled += len(batch) - len(wanted)
@@ -203,7 +160,7 @@ class Batcher:
         for alike in _alike(wanted, self._stack):
             self._run_alike(alike, asked_s, full)
 
-    def _run_alike(self, wanted: list[tuple[PendingReply, tuple[Any, ...]]], asked_s: float, full: bool) -> None:
+    def _run_alike(self, wanted: list[BatchedCall], asked_s: float, full: bool) -> None:
         error: BaseException | None = None
         results: Sequence[Any] = ()
         began_s = time.monotonic()
@@ -213,11 +170,11 @@ class Batcher:
             error = raised
         returned_s = time.monotonic()
         if error is not None:
-            for pending, _ in wanted:
-                pending.complete(error=error)
+            for call in wanted:
+                call.finish(error=error)
         else:
-            for (pending, _), result in zip(wanted, results, strict=True):
-                pending.complete(result)
+            for call, result in zip(wanted, results, strict=True):
+                call.finish(result)
         done = BatchDone(len(wanted), asked_s, began_s, returned_s, time.monotonic(), error)
         with self._lock:
             self._stats.add(done, full)
@@ -227,8 +184,8 @@ class Batcher:
             except Exception:
                 traceback.print_exc()
 
-    def _results(self, batch: list[tuple[PendingReply, tuple[Any, ...]]]) -> Sequence[Any]:
-        columns: list[Any] = [[args[i] for _, args in batch] for i in range(len(batch[0][1]))]
+    def _results(self, batch: list[BatchedCall]) -> Sequence[Any]:
+        columns: list[Any] = [[call.args[i] for call in batch] for i in range(len(batch[0].args))]
         if self._stack:
             columns = [_stacked(column) for column in columns]
         results: Sequence[Any] = self._function(*columns)
@@ -258,18 +215,15 @@ class Batcher:
         return [{name: column[i] for name, column in columns.items()} for i in range(n)]
 
 
-def _alike(
-    batch: list[tuple[PendingReply, tuple[Any, ...]]], stack: bool
-) -> list[list[tuple[PendingReply, tuple[Any, ...]]]]:
+def _alike(batch: list[BatchedCall], stack: bool) -> list[list[BatchedCall]]:
     """Groups calls that can run together, in the order of each group's first call.
 
     Calls of a group have the same number of arguments. If they are stacked, the arguments have the same shape and
     dtype. One caller's mistake therefore cannot cause another caller's error, or change its dtype.
     """
-    groups: dict[Any, list[tuple[PendingReply, tuple[Any, ...]]]] = {}
-    for entry in batch:
-        args = entry[1]
-        groups.setdefault(tuple(map(_form, args)) if stack else len(args), []).append(entry)
+    groups: dict[Any, list[BatchedCall]] = {}
+    for call in batch:
+        groups.setdefault(tuple(map(_form, call.args)) if stack else len(call.args), []).append(call)
     return list(groups.values())
 
 
@@ -304,8 +258,6 @@ _batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    global _LOCK
-    _LOCK = threading.RLock()  # another thread of the parent's may have had it
     for batcher in list(_batchers):
         batcher._after_fork()
 

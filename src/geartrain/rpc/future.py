@@ -14,7 +14,7 @@ from geartrain._native import forks
 from geartrain.core.arguments import check_function, refuse_copies, timeout
 from geartrain.core.threads import ReentrantEvent, held, owns, refuse_within
 from geartrain.errors import CallCancelledError, ConnectionClosedError, GeartrainError, WaitTimeoutError
-from geartrain.rpc.running import about_to_wait
+from geartrain.rpc.scheduler import about_to_wait
 
 #: A reply: its kind, value and tag, and in a trace the `time.perf_counter()` before it was decoded, else 0.
 Reply = tuple[int, Any, int, float]

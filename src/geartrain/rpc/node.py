@@ -45,7 +45,7 @@ from geartrain.rpc.protocol import HELLO
 from geartrain.rpc.pubsub import Topic, Topics
 from geartrain.rpc.registry import names
 from geartrain.rpc.remote_objects import MAKE, Remote
-from geartrain.rpc.running import about_to_wait
+from geartrain.rpc.scheduler import about_to_wait
 from geartrain.rpc.server import Server
 from geartrain.rpc.tensors.device_map import DeviceMap, of_peer
 from geartrain.rpc.tensors.endpoint import CHANNELS, DeviceTensors
@@ -528,13 +528,13 @@ def _figures(node: Node) -> dict[str, Any]:
             "bytes_sent": sum(counts["bytes_sent"].values()),
             "bytes_received": sum(counts["bytes_received"].values()),
         }
-    sessions = node.server.sessions
+    scheduler = node.server.scheduler
     return {
         "name": node.name,
         "address": node.address,
         "peers": peers,
-        "clients": {session.name: {"open": len(session.running) + len(session.queue)} for session in sessions},
-        "backlog": node.server.scheduler.backlog,
+        "clients": {one.name: {"open": scheduler.open_calls(one)} for one in node.server.sessions},
+        "backlog": scheduler.backlog,
     }
 
 

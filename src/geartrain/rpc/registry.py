@@ -28,6 +28,9 @@ def function(
 ) -> F | Callable[[F], F]:
     """Decorator that registers a function, or a class, so that peers can call it by name.
 
+    A function may return a `concurrent.futures.Future`. The reply is then the future's result, and the calls that
+    follow run meanwhile.
+
     Args:
         given: the function, if the decorator is used without arguments.
         name: name to register; the function's own by default. Names that begin with "geartrain." are reserved.

@@ -1,39 +1,30 @@
-"""Server side of a node: accepts clients, receives their messages, executes the calls, and replies."""
+"""Server side of a node: accepts clients, receives their messages, and has the scheduler run their calls."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from types import CoroutineType
-from typing import Any, TypeVar
+from typing import Any
 
 import geartrain._native as _native
-import geartrain.core.trace as trace
 from geartrain.core.arguments import did_you_mean, shown
 from geartrain.core.threads import ReentrantEvent
-from geartrain.errors import ConnectionClosedError, GeartrainError, MessageError, UntrustedPeerError, WaitTimeoutError
-from geartrain.rpc.batching import Batcher, PendingReply
-from geartrain.rpc.protocol import CALL_OBJECT, CANCEL, ERROR, HELLO, KIND, OUT_OF_BAND, RESULT, TELL, timeout_in
-from geartrain.rpc.registry import concurrent_functions, functions, name_of, with_caller_functions
-from geartrain.rpc.scheduler import Scheduler
-from geartrain.rpc.session import Call, ServerSession, Worker
+from geartrain.errors import GeartrainError, UntrustedPeerError, WaitTimeoutError
+from geartrain.rpc.event_loop import EventLoop
+from geartrain.rpc.protocol import CALL_OBJECT, CANCEL, HELLO, KIND, OUT_OF_BAND, timeout_in
+from geartrain.rpc.registry import concurrent_functions, functions, with_caller_functions
+from geartrain.rpc.scheduler import Call, Scheduler
+from geartrain.rpc.session import ServerSession
 from geartrain.rpc.tensors.endpoint import DeviceTensors
 from geartrain.rpc.tensors.receiver import TensorReceiver
 from geartrain.rpc.threads import ThreadGroup
 from geartrain.transport.codec import native_codec
 from geartrain.transport.connection import Listener
 
-T = TypeVar("T")
-
-#: Most characters of an error's text, and of its traceback, that are sent.
-_MOST_TEXT = 64 << 10
 #: Period of the check for calls whose deadline has passed.
 _EXPIRE_EVERY_S = 0.25
 
@@ -84,15 +75,13 @@ class Server:
         self.scheduler = Scheduler(
             name,
             threads,
-            self._execute,
-            self._refuse,
             self._inbox.yield_slot,
             max_threads=max_threads,
             max_open=max_open,
             max_queued_bytes=max_queued_bytes,
         )
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = EventLoop(name, threads)
         self._closed = False
         self._closing = ReentrantEvent()
         try:
@@ -134,20 +123,19 @@ class Server:
     def close(self) -> None:
         """Closes all connections of clients. Functions that still run are left to end."""
         with self._lock:  # no session begins any more
-            loop, self._closed = self._loop, True
+            self._closed = True
         self._listener.close()
         self._inbox.close()
         for session in self.sessions:
             session.connection.close()
             session.tensors.close()
         self._closing.set()
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # another thread that closes was first
-                loop.call_soon_threadsafe(loop.stop)
+        self._loop.close()
 
     def after_fork(self) -> None:
-        """In a forked child, which has none of the threads: the locks anew, and the loop is the parent's."""
-        self._lock, self._closing, self._loop = threading.Lock(), ReentrantEvent(), None
+        """In a forked child, which has none of the threads: the locks anew."""
+        self._lock, self._closing = threading.Lock(), ReentrantEvent()
+        self._loop.after_fork()
         self.scheduler.after_fork()
 
     # --- messages ---------------------------------------------------------------------------------------------------
@@ -162,11 +150,20 @@ class Server:
                 return  # closed
             number = next(self._numbers)
             tensors = TensorReceiver(self._devices, connection)
-            session = ServerSession(self._node, number, connection, self._pickle, tensors)
+            session = ServerSession(
+                self._node,
+                number,
+                connection,
+                tensors,
+                self._loop,
+                pickle=self._pickle,
+                timeout_s=self._timeout_s,
+            )
             with self._lock:
                 closed = self._closed
                 if not closed:
                     self._sessions[number] = session
+                    self.scheduler.add(session)
             if closed:  # nobody would serve it, nor end it
                 connection.close()
                 session.close()
@@ -205,26 +202,17 @@ class Server:
     def _expire(self) -> None:
         # Clients cancel late calls themselves, unless they forgot the call, or cannot any more.
         while not self._closing.wait(_EXPIRE_EVERY_S):
-            late_s = time.monotonic() - _EXPIRE_EVERY_S
-            sessions = self.sessions
-            late = self.scheduler.expired(sessions, late_s)
-            late += [(session, tag) for session in sessions for tag in session.expired(late_s)]
-            for session, tag in late:
-                self._cancel(session, tag)
+            self.scheduler.expire(time.monotonic() - _EXPIRE_EVERY_S)
 
     def _lost(self, number: int, reason: str) -> None:
         session = self._sessions.pop(number, None)
         if session is not None:
-            session.close()
             self.scheduler.drop(session)
+            session.close()
         try:
             self._on_lost(None if session is None else session.name, number, reason)
         except BaseException:  # of a program's callback: SystemExit would end this thread, which serves others
             traceback.print_exc()
-
-    def _cancel(self, session: ServerSession, tag: int) -> None:
-        session.cancel(tag)
-        self.scheduler.cancel(session, tag)
 
     def _dispatch(
         self, session: ServerSession, word: int, tag: int, nbytes: int, value: Any, undecodable: BaseException | None
@@ -233,31 +221,31 @@ class Server:
 
         `undecodable` is the error of a message that cannot be decoded: the reply, then.
         """
-        kind, worker = word & KIND, None
+        kind, call = word & KIND, None
         try:
             if kind == CANCEL:
-                self._cancel(session, tag)
+                self.scheduler.cancel(session, tag)
+                session.tensors.discard(tag)
             elif undecodable is not None:
-                self._reply(session, kind, tag, error=undecodable)
+                session.reply(kind, tag, error=undecodable)
+            elif kind == HELLO:
+                session.name = str(value)
             else:
                 if word & OUT_OF_BAND:
                     value = session.tensors.received(value)
-                worker = self._schedule(session, kind, word, tag, nbytes, value)
+                asked = self._call(session, word, tag, nbytes, value)
+                call = asked if self.scheduler.admit(asked) else None
         except BaseException as error:
-            self._reply(session, kind, tag, error=error)
+            session.reply(kind, tag, error=error)
         finally:
             self._inbox.resume(session.number)
-        if worker is not None:
+        if call is not None:
             del value
-            self.scheduler.run(worker)
+            self.scheduler.run(call)
 
-    def _schedule(
-        self, session: ServerSession, kind: int, word: int, tag: int, nbytes: int, value: Any
-    ) -> Worker | None:
-        """Schedules a message, and returns a worker if its call may run now. Raises the error that the client gets."""
-        if kind == HELLO:
-            session.name = str(value)
-            return None
+    def _call(self, session: ServerSession, word: int, tag: int, nbytes: int, value: Any) -> Call:
+        """The call in a message. Raises the error that the client gets."""
+        kind = word & KIND
         named, args, kwargs = value
         if kind != CALL_OBJECT:
             function = functions.get(named)
@@ -275,151 +263,4 @@ class Server:
         else:
             raise UntrustedPeerError("functions that are not registered are accepted only from peers with the secret")
         until_s = time.monotonic() + timeout_in(word)
-        call = Call(session, kind, tag, function, args, kwargs, nbytes, until_s)
-        return self.scheduler.admit(call, ordered)
-
-    # --- calls ------------------------------------------------------------------------------------------------------
-
-    def _execute(self, call: Call) -> None:
-        """Runs a call's function, and replies now or when a pending result is complete."""
-        session, kind, tag, function, args, kwargs, _, until_s = call
-        began_s = time.perf_counter() if trace.on else 0.0
-        try:
-            result = function.submit(args, kwargs) if type(function) is Batcher else function(*args, **kwargs)
-            if type(result) is CoroutineType:
-                result = self._begin(result)
-        except BaseException as error:
-            self._reply(session, kind, tag, error=error)
-        else:
-            if type(result) is PendingReply:
-                result.until_s = until_s
-                session.pending[tag] = result
-                result.when_done(partial(self._finish, session, kind, tag, result))
-            else:
-                self._reply(session, kind, tag, result)
-        if began_s:
-            arrow = None if kind == TELL else session.flow(tag)
-            what, ended_s = f"run {name_of(function)}", time.perf_counter()
-            trace.slice_of(what, "rpc", began_s, ended_s, flow_in=arrow, flow_in_s=began_s, peer=session.name)
-
-    def _begin(self, coroutine: CoroutineType[Any, Any, Any]) -> PendingReply:
-        """Has the event loop run an `async def`."""
-        guarded = _ending_itself_alone(coroutine)
-        try:
-            task: Any = asyncio.run_coroutine_threadsafe(guarded, self._event_loop())
-        except BaseException:
-            guarded.close()
-            coroutine.close()
-            raise
-        pending = PendingReply(task.cancel)
-        task.add_done_callback(pending.take_from)
-        return pending
-
-    def _finish(self, session: ServerSession, kind: int, tag: int, pending: PendingReply) -> None:
-        session.pending.pop(tag, None)
-        if not pending.cancelled:
-            error = pending.error.error if isinstance(pending.error, _ExitError) else pending.error
-            self._reply(session, kind, tag, pending.value, error)
-
-    def _refuse(self, call: Call, error: BaseException) -> None:
-        self._reply(call.session, call.kind, call.tag, error=error)
-
-    def _reply(
-        self, session: ServerSession, kind: int, tag: int, value: Any = None, error: BaseException | None = None
-    ) -> None:
-        if kind in (TELL, HELLO):
-            if error is not None:
-                traceback.print_exception(error)
-            return
-        if trace.on:
-            now_s = time.perf_counter()
-            trace.slice_of("answer", "rpc", now_s, now_s, flow_out=f"{session.flow(tag)}r", peer=session.name)
-        if error is None:
-            error = self._send(session, tag, RESULT, value)
-        if error is not None:
-            self._send(session, tag, ERROR, _described(error))
-
-    def _send(self, session: ServerSession, tag: int, kind: int, value: Any) -> BaseException | None:
-        """Sends a reply: None; or the error of a value that cannot be sent, where nothing was."""
-        connection = session.connection
-        try:
-            return connection.send_value(
-                self._codec, tag, kind, value, session.pickle, self._timeout_s, session.tensors
-            )
-        except MessageError as too_large:
-            return too_large
-        except WaitTimeoutError:
-            connection.close()  # the client does not read replies
-        except GeartrainError:
-            pass  # it is gone, which the inbox reports
-        return None
-
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._closed:
-                raise ConnectionClosedError(f"the node {self.name!r} was closed")
-            if self._loop is None:
-                loop = asyncio.new_event_loop()
-                try:
-                    self._threads.start(partial(_run_loop, loop, self._closing), "loops for")
-                except BaseException:
-                    loop.close()
-                    raise
-                self._loop = loop
-            return self._loop
-
-
-async def _ending_itself_alone(coroutine: CoroutineType[Any, Any, T]) -> T:
-    """What it returns or raises; as `_ExitError` what asyncio would end its loop with."""
-    try:
-        return await coroutine
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise _ExitError(error) from None
-
-
-class _ExitError(Exception):
-    """Carries a function's SystemExit or KeyboardInterrupt through asyncio."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop, closing: ReentrantEvent) -> None:
-    """Runs the event loop until the server closes, then cancels running functions. A function cannot end the loop."""
-    asyncio.set_event_loop(loop)
-    try:
-        while not closing.is_set():
-            try:
-                loop.run_forever()
-            except BaseException:  # of a callback of theirs
-                traceback.print_exc()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            loop.run_until_complete(asyncio.wait(tasks, timeout=0.5))
-    finally:
-        loop.close()
-
-
-def _described(error: BaseException) -> tuple[str, str, str]:
-    """An error as it is sent: type, text, and traceback without this package's own frames."""
-    own = Path(__file__).parent
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent != own]
-    try:
-        text = _cut(str(error))
-        last = "".join(_cut(line) for line in traceback.format_exception_only(type(error), error))
-    except Exception as failure:  # of its own __str__
-        text, last = f"(its text cannot be had: {type(failure).__name__})", f"{type(error).__name__}\n"
-    lines = _cut("".join(traceback.format_list(frames)))
-    said = (_cut(type(error).__name__), text, lines + _cut(last) if frames else "")
-    name, text, where = (part.encode(errors="replace").decode() for part in said)
-    return name, text, where
-
-
-def _cut(text: str) -> str:
-    """The text, or its beginning and its length if it is too long. Every error must fit into a reply."""
-    if len(text) <= _MOST_TEXT:
-        return text
-    return f"{text[:_MOST_TEXT]}... (cut here; the text has {len(text):,} characters)"
+        return Call(session, kind, tag, function, args, kwargs, nbytes, until_s, ordered)

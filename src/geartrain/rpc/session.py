@@ -1,48 +1,26 @@
-"""Server side of one client: its connection, its calls in order, and the replies that are still pending."""
+"""Server side of one client: its connection, the replies to it, and the objects kept for it."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import time
+import traceback
+from pathlib import Path
+from typing import Any
 
 import geartrain._native as _native
-from geartrain.rpc.batching import PendingReply
+import geartrain.core.trace as trace
+from geartrain.errors import GeartrainError, MessageError, WaitTimeoutError
+from geartrain.rpc.event_loop import EventLoop
+from geartrain.rpc.protocol import ERROR, HELLO, RESULT, TELL
 from geartrain.rpc.tensors.receiver import TensorReceiver
+from geartrain.transport.codec import native_codec
 
+#: Most characters of an error's text, and of its traceback, that are sent.
+_MOST_TEXT = 64 << 10
 #: Numbers of kept objects start at random, so a handle of a lost connection or earlier process names no object.
 _numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
-
-
-class Call(NamedTuple):
-    """One call of a client."""
-
-    session: ServerSession
-    kind: int
-    tag: int
-    function: Any  # callable, or a `Batcher`
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    nbytes: int  # of its message
-    until_s: float  # its deadline, in `time.monotonic()`
-
-
-class Worker:
-    """One thread's work for a session: a call and, if calls keep order, the calls of the session that follow it."""
-
-    __slots__ = ("_on_wait", "call", "counted", "ordered")
-
-    def __init__(self, call: Call, ordered: bool, on_wait: Callable[[Worker], None]) -> None:
-        self.call, self.ordered = call, ordered
-        self.counted = True  # among those that `max_threads` bounds
-        self._on_wait = on_wait
-
-    def before_wait(self) -> None:
-        """The call's function is about to wait for a call of its own."""
-        if self.counted:
-            self._on_wait(self)
 
 
 class ServerSession:
@@ -51,24 +29,33 @@ class ServerSession:
     Functions registered `with_caller` get the session. Its public part is `rpc.Caller`: `name`, `node`, `authenticated`
     and `keep`.
 
-    `queue`, `queued_bytes`, `worker` and `running` belong to the scheduler, which changes them under its lock.
+    Args:
+        node: the `Node` that is called.
+        number: in the server's inbox.
+        connection: to the client.
+        pickle: whether pickled values are accepted, if the client is authenticated.
+        tensors: receives tensors that are not in messages.
+        loop: runs `async def` functions.
+        timeout_s: how long a reply waits for a client that does not take it.
     """
 
     def __init__(
-        self, node: Any, number: int, connection: _native.Connection, pickle: bool, tensors: TensorReceiver
+        self,
+        node: Any,
+        number: int,
+        connection: _native.Connection,
+        tensors: TensorReceiver,
+        loop: EventLoop,
+        *,
+        pickle: bool,
+        timeout_s: float,
     ) -> None:
-        self.node = node  # the `Node` that is called
-        self.number = number  # in the server's inbox
-        self.connection = connection
+        self.node, self.number, self.connection, self.tensors = node, number, connection, tensors
+        self.loop = loop
         self.pickle = pickle and connection.authenticated
         self.name = ""
         self.objects: dict[int, Any] = {}  # that the client keeps here
-        self.tensors = tensors
-        self.pending: dict[int, PendingReply] = {}  # by the call's tag
-        self.queue: deque[Call] = deque()  # that wait for the one before them
-        self.queued_bytes = 0
-        self.worker: Worker | None = None  # has the turn: the call that the queue waits for
-        self.running: dict[int, Worker] = {}  # by the call's tag
+        self._codec, self._timeout_s = native_codec(), timeout_s
 
     @property
     def authenticated(self) -> bool:
@@ -88,21 +75,56 @@ class ServerSession:
         self.objects[number] = kept
         return number
 
-    def cancel(self, tag: int) -> None:
-        """The client does not want the reply to a call any more: a pending one, or tensors held for it."""
-        pending = self.pending.pop(tag, None)
-        if pending is not None:
-            pending.cancel()
-        self.tensors.discard(tag)
+    def reply(self, kind: int, tag: int, value: Any = None, error: BaseException | None = None) -> None:
+        """Replies to a message of the client. The error of a message that has no reply is printed."""
+        if kind in (TELL, HELLO):
+            if error is not None:
+                traceback.print_exception(error)
+            return
+        if trace.on:
+            now_s = time.perf_counter()
+            trace.slice_of("answer", "rpc", now_s, now_s, flow_out=f"{self.flow(tag)}r", peer=self.name)
+        if error is None:
+            error = self._send(tag, RESULT, value)
+        if error is not None:
+            self._send(tag, ERROR, _described(error))
 
-    def expired(self, now_s: float) -> list[int]:
-        """Tags of calls that have no reply at their deadline."""
-        return [tag for tag, pending in list(self.pending.items()) if pending.until_s < now_s]
+    def _send(self, tag: int, kind: int, value: Any) -> BaseException | None:
+        """Sends a reply: None; or the error of a value that cannot be sent, where nothing was."""
+        connection = self.connection
+        try:
+            return connection.send_value(self._codec, tag, kind, value, self.pickle, self._timeout_s, self.tensors)
+        except MessageError as too_large:
+            return too_large
+        except WaitTimeoutError:
+            connection.close()  # the client does not read replies
+        except GeartrainError:
+            pass  # it is gone, which the inbox reports
+        return None
 
     def close(self) -> None:
-        """The connection has ended: cancels pending calls, and frees the objects kept for the client."""
-        for pending in list(self.pending.values()):
-            pending.cancel()
-        self.pending.clear()
+        """The connection has ended: frees what was kept for the client."""
         self.objects.clear()
         self.tensors.close()
+
+
+def _described(error: BaseException) -> tuple[str, str, str]:
+    """An error as it is sent: type, text, and traceback without this package's own frames."""
+    own = Path(__file__).parent
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent != own]
+    try:
+        text = _cut(str(error))
+        last = "".join(_cut(line) for line in traceback.format_exception_only(type(error), error))
+    except Exception as failure:  # of its own __str__
+        text, last = f"(its text cannot be had: {type(failure).__name__})", f"{type(error).__name__}\n"
+    lines = _cut("".join(traceback.format_list(frames)))
+    said = (_cut(type(error).__name__), text, lines + _cut(last) if frames else "")
+    name, text, where = (part.encode(errors="replace").decode() for part in said)
+    return name, text, where
+
+
+def _cut(text: str) -> str:
+    """The text, or its beginning and its length if it is too long. Every error must fit into a reply."""
+    if len(text) <= _MOST_TEXT:
+        return text
+    return f"{text[:_MOST_TEXT]}... (cut here; the text has {len(text):,} characters)"

@@ -39,7 +39,6 @@ from geartrain.integrations.di_engine.discovery import Contact
 from geartrain.integrations.di_engine.membership import JOIN, LEAVE, PING, TOPICS, Membership
 from geartrain.integrations.di_engine.peer_queue import EVENT, PeerQueue, Window, encode_event
 from geartrain.rpc import Caller, Future, Node
-from geartrain.rpc.batching import PendingReply
 from geartrain.rpc.protocol import CALL
 from geartrain.rpc.registry import function
 
@@ -210,7 +209,7 @@ class Bus:
                 self.members.drop(queue, str(error))
                 return False
 
-    def receive(self, name: str, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingReply | None:
+    def receive(self, name: str, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work[None] | None:
         """Handles an event of a peer; acknowledged once all work for it is done."""
         self.members.wait_for(name)
         if not self._has_handler.wait(self.timeout_s) or self._handler is None:
@@ -218,7 +217,8 @@ class Bus:
         work = self._handler(topic, args, kwargs)
         if not work:
             return None
-        pending, left = PendingReply(), len(work)
+        finished, left = Work[None](), len(work)
+        finished.set_running_or_notify_cancel()  # the work goes on when the peer is lost
         lock = threading.Lock()
 
         def done(_: Work[Any]) -> None:
@@ -227,11 +227,11 @@ class Bus:
                 left -= 1
                 last = left == 0
             if last:
-                pending.complete()
+                finished.set_result(None)
 
         for one in work:
             one.add_done_callback(done)
-        return pending
+        return finished
 
 
 # --- functions that peers call --------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def _bus(caller: Caller) -> Bus:
     return bus
 
 
-def _event(caller: Caller, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingReply | None:
+def _event(caller: Caller, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work[None] | None:
     return _bus(caller).receive(caller.name, topic, args, kwargs)
 
 
