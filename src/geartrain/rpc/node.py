@@ -121,7 +121,7 @@ class Node:
             secret: the cluster's secret; needed to listen on anything but loopback.
             pickle: send objects that the codec does not know by pickle, between peers with the secret.
             transport: forces one of `transport.TRANSPORTS`; or, for tensors, "cuda_ipc" between GPUs of a host or
-                "nixl" for all on GPUs and large ones on the CPU.
+                one of `transport.one_sided.names()` for all on GPUs and large ones on the CPU (docs/devices.md).
             device_map: GPU of a peer that tensors go to: "1_0_0,..." (peer's name or rank, GPU here, GPU there) or
                 {peer: {GPU here: GPU there}}. Chosen automatically for other peers (docs/devices.md).
             host, port, advertise, limits, spin_us, views: as for `transport.listen`.
