@@ -279,6 +279,15 @@ def test_a_native_class_that_stands_twice_would_be_found() -> None:
     assert native_classes(code) == ["a::b::First", "a::b::Second", "a::b::Third", "Fourth"]
 
 
+def test_a_one_sided_backend_is_named_in_its_folder_only() -> None:
+    folder = PACKAGE / "transport" / "one_sided"
+    backends = [path.name for path in folder.iterdir() if (path / "__init__.py").is_file()]
+    assert backends
+    for path in LIBRARY_FILES:
+        if path.parent.parent != folder and path.name != "doctor.py":
+            assert not re.search("|".join(backends), path.read_text(), re.IGNORECASE), path
+
+
 def test_every_native_file_is_compiled() -> None:
     cmake = (ROOT / "CMakeLists.txt").read_text()
     for path in NATIVE_FILES:

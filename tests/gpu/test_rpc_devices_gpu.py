@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 import geartrain.device.cuda_ipc as cuda_ipc
-import geartrain.transport.nixl as nixl
 from geartrain import rpc
 from geartrain.device.cuda_ipc import IpcReceiver
 from geartrain.device.cuda_runtime import CudaRuntime
 from geartrain.errors import DeviceError, PeerLostError, RemoteError, TransportError
+from geartrain.transport.one_sided import nixl
 
 torch = pytest.importorskip("torch")
 reason = cuda_ipc.why_not()

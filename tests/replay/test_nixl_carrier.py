@@ -17,13 +17,13 @@ import pytest
 from deadlines import patience
 from rank_carriers import SIMULATED_NIXL, Ranks, dist, on_threads, simulated_nixl
 
-import geartrain.transport.nixl_agent as nixl_agent
-import geartrain.transport.nixl_memory as nixl_memory
 from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.carrier import CarrierError, Cause
 from geartrain.replay.distributed.carrier_addresses import open_carrier
 from geartrain.replay.distributed.transport_carrier import TransportCarrier
-from geartrain.transport.nixl_link import NixlLink
+from geartrain.transport.one_sided import registered_memory
+from geartrain.transport.one_sided.nixl import agent
+from geartrain.transport.one_sided.nixl.link import NixlLink
 from geartrain.transport.tls import TLS
 
 
@@ -33,25 +33,23 @@ def nixl_is_simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_nixl_is_for_all_ranks_or_none_and_not_with_tls(monkeypatch: pytest.MonkeyPatch, loopback: TLS) -> None:
-    def opened(*with_nixl: bool) -> list[Any]:
+    def opened(*backends: str | None) -> list[Any]:
         store = dist.HashStore()
         return on_threads(
-            len(with_nixl),
-            lambda rank: open_carrier(
-                store, rank, len(with_nixl), patience(20), lambda: False, with_nixl=with_nixl[rank]
-            ),
+            len(backends),
+            lambda rank: open_carrier(store, rank, len(backends), patience(20), lambda: False, backend=backends[rank]),
         )
 
     def all_say(found: list[Any], text: str) -> bool:
         return all(isinstance(each, ArgumentError) and text in str(each) for each in found)
 
-    assert all_say(opened(False, True), "rank 1 of the group asks for NIXL, and rank 0 cannot take part")
-    monkeypatch.setattr(nixl_agent, "_made", "no libucp here")
-    assert all_say(opened(True, True), "rank 0 of the group cannot take part: nixl is not viable: no libucp here")
-    monkeypatch.setattr(nixl_agent, "_made", None)
+    assert all_say(opened(None, "nixl"), "rank 1 of the group asks for nixl, and rank 0 cannot take part")
+    monkeypatch.setattr(agent, "_made", "no libucp here")
+    assert all_say(opened("nixl", "nixl"), "rank 0 of the group cannot take part: nixl is not viable: no libucp here")
+    monkeypatch.setattr(agent, "_made", None)
     for name, value in certificates.environment(loopback).items():
         monkeypatch.setenv(name, value)
-    assert all_say(opened(True, True), "NIXL does not encrypt")
+    assert all_say(opened("nixl", "nixl"), "nixl does not encrypt")
 
 
 #: The other rank of two: writes and reads by NIXL once, tells it, and stands still.
@@ -59,12 +57,11 @@ NIXL_PEER = """
 import sys, time
 import numpy as np
 import torch.distributed as dist
-import geartrain.transport.nixl_agent as nixl_agent
-import geartrain.transport.nixl_memory as nixl_memory
 from geartrain.replay.distributed.carrier_addresses import open_carrier
-nixl_agent.WHEELS = ("nixl_cu12",)
+from geartrain.transport.one_sided.nixl import agent
+agent.WHEELS = ("nixl_cu12",)
 store = dist.FileStore(sys.argv[1], 2)
-carrier = open_carrier(store, 1, 2, 60.0, lambda: False, transport="tcp", with_nixl=True)
+carrier = open_carrier(store, 1, 2, 60.0, lambda: False, transport="tcp", backend="nixl")
 into = np.zeros(int(sys.argv[2]), np.uint8)
 carrier.exchange(1, [(0, np.full(into.size, 7, np.uint8))], [(0, into)], time.monotonic() + 60)
 print(carrier.peers(), int(into.min()), int(into.max()), flush=True)
@@ -84,7 +81,7 @@ def test_a_process_that_is_to_be_written_to_and_ends_or_stops_is_named(tmp_path:
     ) as peer:
         try:
             store = dist.FileStore(meet, 2)
-            carrier = open_carrier(store, 0, 2, patience(60), lambda: False, transport="tcp", with_nixl=True)
+            carrier = open_carrier(store, 0, 2, patience(60), lambda: False, transport="tcp", backend="nixl")
             assert isinstance(carrier, TransportCarrier), carrier
             into = np.zeros(nbytes, np.uint8)
             mine = [(1, np.full(nbytes, 5, np.uint8))]
@@ -113,7 +110,7 @@ def test_memory_of_an_interrupted_write_is_not_used_again(
         raise KeyboardInterrupt  # as a signal's handler does while the write is waited for
 
     monkeypatch.setattr(NixlLink, "write", interrupted)
-    abandoned = len(nixl_memory._abandoned)
+    abandoned = len(registered_memory._abandoned)
     until_s = time.monotonic() + patience(1)
     found = on_threads(
         2, lambda rank: ranks.carriers[rank].exchange(2, *(([(1, sent[0])], []), ([], [(0, into)]))[rank], until_s)
@@ -121,7 +118,7 @@ def test_memory_of_an_interrupted_write_is_not_used_again(
     assert isinstance(found[0], KeyboardInterrupt)
     assert isinstance(found[1], CarrierError)
     # The sender's, which a network card may be reading, and the receiver's, which it may be writing to.
-    assert len(nixl_memory._abandoned) == abandoned + 2
+    assert len(registered_memory._abandoned) == abandoned + 2
     for carrier in ranks.carriers:
         carrier.close()
         carrier.close()

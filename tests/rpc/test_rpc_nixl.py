@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from deadlines import patience, stop
 
-import geartrain.transport.nixl as nixl
 from geartrain import rpc
 from geartrain.errors import BusyError, GeartrainError, PeerLostError, TransportError, WaitTimeoutError
 from geartrain.transport.connection import MessageLimits
-from geartrain.transport.nixl_memory import RegisteredMemoryPool
+from geartrain.transport.one_sided import nixl
+from geartrain.transport.one_sided.registered_memory import RegisteredMemoryPool
 
 WORKER = Path(__file__).parents[1] / "support" / "devices_worker.py"
 here = pytest.mark.skipif(not nixl.installed(), reason=f"nixl is not installed: {nixl.INSTALL}")
@@ -127,7 +127,7 @@ def test_a_peer_without_nixl_is_refused_with_its_reason(tmp_path: Path, monkeypa
 
 @here
 def test_registered_buffers_are_used_again_and_abandoned_ones_never() -> None:
-    pool = RegisteredMemoryPool(max_warm_bytes=1 << 20)
+    pool = RegisteredMemoryPool("nixl", max_warm_bytes=1 << 20)
     first = pool.lease(100_000)
     array = first.array()
     address = array.ctypes.data

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import pytest
 from deadlines import patience
 
-import geartrain.transport.nixl_agent as nixl_agent
 from geartrain.replay.distributed.carrier_addresses import open_carrier
 from geartrain.replay.distributed.transport_carrier import TransportCarrier
+from geartrain.transport.one_sided.nixl import agent
 
 dist = pytest.importorskip("torch.distributed")
 T = TypeVar("T")
@@ -25,8 +25,8 @@ SIMULATED_NIXL = Path(__file__).resolve().parent / "simulated_nixl"
 def simulated_nixl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where NIXL is asked for: simulated, in an agent that no other test has."""
     monkeypatch.syspath_prepend(str(SIMULATED_NIXL))
-    monkeypatch.setattr(nixl_agent, "WHEELS", ("nixl_cu12",))
-    monkeypatch.setattr(nixl_agent, "_made", None)
+    monkeypatch.setattr(agent, "WHEELS", ("nixl_cu12",))
+    monkeypatch.setattr(agent, "_made", None)
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "nixl_cu12"]:
         del sys.modules[name]
@@ -58,7 +58,7 @@ class Ranks:
         """Transport "nixl": TCP, and large messages by NIXL."""
         self.store = dist.HashStore()
         self.failed = threading.Event()
-        way = {"transport": "tcp", "with_nixl": True} if transport == "nixl" else {"transport": transport}
+        way = {"transport": "tcp", "backend": "nixl"} if transport == "nixl" else {"transport": transport}
         opened = on_threads(
             size, lambda rank: open_carrier(self.store, rank, size, patience(20), self.failed.is_set, **way)
         )

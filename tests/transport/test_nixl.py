@@ -1,6 +1,6 @@
 """NIXL between real processes: what is written and read is there; what dies, stops, forks or lies is a named error.
 
-Needs the optional packages; see geartrain/transport/nixl.py. Runs over shared memory, and once more over TCP.
+Needs the optional packages; see geartrain/transport/one_sided/nixl. Runs over shared memory, and once more over TCP.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 from deadlines import patience, stop
 
 import geartrain.transport.connection as transport
-import geartrain.transport.nixl as nixl
 from geartrain.errors import ConnectionClosedError, MessageError, PeerLostError, TransportError, WaitTimeoutError
 from geartrain.transport.connection import Connection, Listener
+from geartrain.transport.one_sided import nixl
 
 here = pytest.mark.skipif(not nixl.installed(), reason=f"nixl is not installed: {nixl.INSTALL}")
 BIG = 64 << 20
@@ -27,7 +27,7 @@ BIG = 64 << 20
 PEER = """
 import sys, hashlib
 import numpy as np
-import geartrain.transport.nixl as nixl
+from geartrain.transport.one_sided import nixl
 import geartrain.transport.connection as transport
 connection = transport.connect(sys.argv[1])
 link = nixl.attach(connection, timeout_s=90)
@@ -208,7 +208,7 @@ def test_a_side_that_cannot_says_why_to_the_other() -> None:
 def test_a_peer_that_cannot_reach_the_memory_is_found_out() -> None:
     """It says that it has proved the way, and has written nothing."""
     with transport.listen() as listener, transport.connect(listener.address) as mine, listener.accept() as theirs:
-        its = nixl.Handshake()
+        its = nixl.NixlHandshake()
         theirs.send(b"." + its.hello)
         theirs.send(b".proved")
         with pytest.raises(TransportError, match="not this side's nonce"):

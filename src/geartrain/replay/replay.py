@@ -535,7 +535,7 @@ class Replay:
         | selection_bytes | over ranks: bytes sent to agree on batches |
         | select_s, fetch_s, exchange_s | over ranks: time by stage |
         | balance, balance_newest | over ranks, packed batches: largest cost of a rank over the mean; of the newest |
-        | peers_by_shm, peers_by_tcp, peers_by_nixl, peers_by_gloo | over ranks: ranks reached by each transport |
+        | peers_by_shm, peers_by_tcp, peers_by_gloo, ... | over ranks: ranks reached by each transport |
         """
         more = self._builder.stats()
         built, make_s, redrawn = more.pop("built"), more.pop("make_s"), more.pop("redrawn")

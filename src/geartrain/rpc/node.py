@@ -117,7 +117,7 @@ class Node:
             timeout_s: default deadline of calls, and of joining, in seconds. Every `timeout_s` of `geartrain.rpc` is
                 from 0 (does not wait) to 1e9.
             transport: forces one of `transport.TRANSPORTS`; or, for tensors, "cuda_ipc" between GPUs of a host or
-                "nixl" for all on GPUs and large ones on the CPU.
+                one of `transport.one_sided.names()` for all on GPUs and large ones on the CPU (docs/devices.md).
             device_map: GPU of a peer that tensors go to: "1_0_0,..." (peer's name or rank, GPU here, GPU there) or
                 {peer: {GPU here: GPU there}}. Chosen automatically for other peers (docs/devices.md).
             options: numbers of threads and calls, limits of messages and the like.

@@ -24,11 +24,11 @@ import geartrain.device.cuda_ipc as cuda_ipc
 import geartrain.device.kernels as kernels
 import geartrain.device.pinned_memory as pinning
 import geartrain.tools.cross_memory as cross_memory
-import geartrain.transport.nixl as nixl
 from geartrain.core.shared_files import leftovers, segments_directory
 from geartrain.errors import ArgumentError, GeartrainError
 from geartrain.tools.testing import Hosts
 from geartrain.transport.connection import viable
+from geartrain.transport.one_sided import nixl
 
 #: Docker gives containers 64 MB of /dev/shm unless it is told otherwise.
 SMALL_BYTES = 64 << 20

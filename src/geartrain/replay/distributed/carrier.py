@@ -3,7 +3,7 @@
 | carrier | file | between ranks of one host | of different hosts |
 |---|---|---|---|
 | `TransportCarrier` | transport_carrier.py | rings and segments in shared memory | TCP |
-| `NixlCarrier` | nixl_carrier.py | the same | the same; large messages by RDMA |
+| `OneSidedCarrier` | one_sided_carrier.py | the same | the same; large messages by RDMA |
 | `GlooCarrier` | gloo_carrier.py | TCP | TCP |
 """
 
@@ -70,7 +70,7 @@ class Carrier(Protocol):
         ...
 
     def peers(self) -> dict[str, int]:
-        """Number of peers that messages went to or came from, by what moves them: "shm", "tcp", "nixl" or "gloo"."""
+        """Number of peers that messages went to or came from, by what moves them: "shm", "tcp", "gloo" or a backend."""
         ...
 
     def close(self, reason: str = "") -> None:

@@ -36,8 +36,8 @@ NOT_VIABLE = "not viable: "
 REFUSED = "refused: "
 #: What the address of a rank that asks for TLS begins with: such a group has no other carrier.
 WITH_TLS = "with TLS: "
-#: The same of a rank that asks for NIXL, as all others do then.
-WITH_NIXL = "with NIXL: "
+#: The same of a rank that asks for a one-sided backend, as all others do then; the backend's name follows.
+ONE_SIDED = "one-sided by "
 # How long a rank that is about to raise waits until all have read why: the store may end with its process.
 KNOWN_S = 5.0
 
@@ -51,7 +51,7 @@ def open_carrier(
     *,
     transport: str | None = None,
     refuse: str | None = None,
-    with_nixl: bool = False,
+    backend: str | None = None,
 ) -> TransportCarrier | str:
     """The carrier of this rank, once all ranks have published their addresses; or why one cannot use it. Collective.
 
@@ -61,12 +61,13 @@ def open_carrier(
         timeout_s: for all ranks to get here.
         failed, transport: see `TransportCarrier`.
         refuse: why this rank does not want it; then no rank uses it.
-        with_nixl: this rank asks for large messages between hosts to be written by NIXL, as all others must then.
+        backend: this rank asks for large messages between hosts to be written by this one-sided backend, as all
+            others must then.
 
     Raises:
         ArgumentError: on all ranks alike, and names the first rank whose settings cannot be followed: incomplete or
-            unreadable certificates, TLS on a rank and no transports on some rank, an interface that is not there; NIXL
-            where it does not work, or is asked for together with TLS, or not by all ranks.
+            unreadable certificates, TLS on a rank and no transports on some rank, an interface that is not there; a
+            backend that does not work, or is asked for together with TLS, or not by all ranks.
         WaitTimeoutError: names the ranks that are missing.
         RuntimeError: the store does not answer.
     """
@@ -75,7 +76,7 @@ def open_carrier(
         store.set("key", secrets.token_hex(32))
     _wait_for(store, ["key"], until_s)
     key = bytes(store.get("key"))
-    listener, published = _listener_of(store, key, refuse, with_nixl)
+    listener, published = _listener_of(store, key, refuse, backend)
     try:
         store.set(f"address/{rank}", published)
         names = [f"address/{other}" for other in range(size)]
@@ -100,21 +101,22 @@ def open_carrier(
                 listener.close()
             return f"rank {other}: {each.removeprefix(NOT_VIABLE)}"
     assert listener is not None  # or this rank would have said why not
-    addresses = [each.removeprefix(WITH_TLS).removeprefix(WITH_NIXL) for each in addresses]
-    if with_nixl:
-        from geartrain.replay.distributed.nixl_carrier import NixlCarrier
+    addresses = [each.removeprefix(WITH_TLS if backend is None else _asks_for(backend)) for each in addresses]
+    if backend is not None:
+        from geartrain.replay.distributed.one_sided_carrier import OneSidedCarrier
 
-        return NixlCarrier(listener, addresses, rank, key, failed, transport)
+        return OneSidedCarrier(backend, listener, addresses, rank, key, failed, transport)
     return TransportCarrier(listener, addresses, rank, key, failed, transport)
 
 
-def _listener_of(store: Any, key: bytes, refuse: str | None, with_nixl: bool) -> tuple[Listener | None, str]:
+def _listener_of(store: Any, key: bytes, refuse: str | None, backend: str | None) -> tuple[Listener | None, str]:
     """This rank's listener, if it can have one, and its entry in the store: its address, or why there is none."""
     tls = any(os.environ.get(name) for name in VARIABLES)
-    if with_nixl:
-        from geartrain.transport.nixl import why_not
+    if backend is not None:
+        from geartrain.transport import one_sided
 
-        why = "NIXL does not encrypt, and GEARTRAIN_TLS_* ask for TLS" if tls else why_not()
+        unencrypted = f"{backend} does not encrypt, and GEARTRAIN_TLS_* ask for TLS"
+        why = unencrypted if tls else one_sided.backend(backend).why_not()
         if why is not None:
             return None, f"{REFUSED}{why}"
     if refuse is not None:
@@ -125,7 +127,12 @@ def _listener_of(store: Any, key: bytes, refuse: str | None, with_nixl: bool) ->
         listener = listen(_listening_host(store), secret=key, peer_timeout_s=0)
     except GeartrainError as error:
         return None, f"{REFUSED if tls or isinstance(error, ArgumentError) else NOT_VIABLE}{error}"
-    return listener, f"{WITH_TLS if tls else WITH_NIXL if with_nixl else ''}{listener.address}"
+    asked = WITH_TLS if tls else "" if backend is None else _asks_for(backend)
+    return listener, f"{asked}{listener.address}"
+
+
+def _asks_for(backend: str) -> str:
+    return f"{ONE_SIDED}{backend}: "
 
 
 def _refusal(addresses: Sequence[str]) -> str | None:
@@ -133,11 +140,13 @@ def _refusal(addresses: Sequence[str]) -> str | None:
     for rank, each in enumerate(addresses):
         if each.startswith(REFUSED):
             return f"rank {rank} of the group cannot take part: {each.removeprefix(REFUSED)}"
-    nixl = [rank for rank, each in enumerate(addresses) if each.startswith(WITH_NIXL)]
-    for rank, each in enumerate(addresses):
-        if nixl and not each.startswith(WITH_NIXL):
-            why = each.removeprefix(NOT_VIABLE) if each.startswith(NOT_VIABLE) else "it does not ask for NIXL"
-            return f"rank {nixl[0]} of the group asks for NIXL, and rank {rank} cannot take part: {why}"
+    asking = next((rank for rank, each in enumerate(addresses) if each.startswith(ONE_SIDED)), None)
+    if asking is not None:
+        backend = addresses[asking].removeprefix(ONE_SIDED).partition(": ")[0]
+        for rank, each in enumerate(addresses):
+            if not each.startswith(_asks_for(backend)):
+                why = each.removeprefix(NOT_VIABLE) if each.startswith(NOT_VIABLE) else "it does not ask for it"
+                return f"rank {asking} of the group asks for {backend}, and rank {rank} cannot take part: {why}"
     tls = [rank for rank, each in enumerate(addresses) if each.startswith(WITH_TLS)]
     for rank, each in enumerate(addresses):
         if tls and each.startswith(NOT_VIABLE):

@@ -51,7 +51,7 @@ class RankGroup(Protocol):
         ...
 
     def peers(self) -> dict[str, int]:
-        """Number of ranks that this one exchanged messages with, by what moves them: "shm", "tcp", "nixl" or "gloo"."""
+        """Number of ranks that this one exchanged messages with, by "shm", "tcp", "gloo" or a backend."""
         ...
 
     def shm_peers(self) -> set[int]:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # the network is loaded by the group that uses it
     import geartrain._native as _native
     from geartrain.replay.distributed.transport_carrier import TransportCarrier
 
-#: What `GEARTRAIN_RANK_CARRIER` may say.
-CARRIERS = ("auto", "tcp", "nixl", "gloo")
+#: What `GEARTRAIN_RANK_CARRIER` may say, besides the name of a one-sided backend.
+CARRIERS = ("auto", "tcp", "gloo")
 # Longest wait for the key-value store when the reason of a failure is read or written.
 NOTE_S = 2.0
 
@@ -56,10 +56,10 @@ class TorchRankGroup:
 
     - "auto", the default;
     - "tcp": no shared memory;
-    - "nixl": large messages between hosts by RDMA (nixl_carrier.py);
-    - "gloo": all ranks use Gloo, even if only one rank asks for it.
+    - "gloo": all ranks use Gloo, even if only one rank asks for it;
+    - a backend of `geartrain.transport.one_sided`: large messages between hosts by RDMA (one_sided_carrier.py).
 
-    Gloo and NIXL have no TLS. If a rank asks for TLS (`GEARTRAIN_TLS_CERT` and the others), all ranks raise instead.
+    Gloo and the backends have no TLS. If a rank asks for TLS (`GEARTRAIN_TLS_CERT` and the others), all ranks raise.
 
     Args:
         members: global ranks; their order gives the ranks in this group. This process must be one of them, and all of
@@ -72,8 +72,9 @@ class TorchRankGroup:
 
     Raises:
         ArgumentError: there is no process group, this rank is not a member, or `GEARTRAIN_RANK_CARRIER` has another
-            value. Raised on all ranks if the settings of one cannot be used: certificates, TLS over Gloo or NIXL, NIXL
-            that does not work or that only some ranks ask for, or a missing interface in `GLOO_SOCKET_IFNAME`.
+            value. Raised on all ranks if the settings of one cannot be used: certificates, TLS over Gloo or a
+            backend, a backend that does not work or that only some ranks ask for, or a missing interface in
+            `GLOO_SOCKET_IFNAME`.
         PeerLostError: not all members joined in time.
     """
 
@@ -103,8 +104,7 @@ class TorchRankGroup:
         self._carrier: Carrier | None = None
         self._transports: TransportCarrier | None = None  # the carrier, where it is this one
         wanted = os.environ.get("GEARTRAIN_RANK_CARRIER", "auto")
-        if wanted not in CARRIERS:
-            raise ArgumentError(f"GEARTRAIN_RANK_CARRIER is {', '.join(CARRIERS[:-1])} or gloo, found {wanted!r}")
+        backend = None if wanted in CARRIERS else _checked_backend(wanted)
         # torch names a group by the number of groups the process has made, which may differ between ranks, and uses a
         # name again once its group is destroyed. These names are unique for the life of the job. (torchrun's restart
         # count is of no use: hosts that restart because another host did count differently.)
@@ -115,9 +115,9 @@ class TorchRankGroup:
             name, dist.distributed_c10d._get_default_store()
         )
         if self.size > 1:
-            self._open(wanted)
+            self._open(wanted, backend)
 
-    def _open(self, wanted: str) -> None:
+    def _open(self, wanted: str, backend: str | None) -> None:
         from geartrain.replay.distributed.carrier_addresses import open_carrier
 
         try:
@@ -129,7 +129,7 @@ class TorchRankGroup:
                 self._is_broken,
                 transport="tcp" if wanted == "tcp" else None,
                 refuse="GEARTRAIN_RANK_CARRIER says gloo" if wanted == "gloo" else None,
-                with_nixl=wanted == "nixl",
+                backend=backend,
             )
             if isinstance(opened, str):
                 self._why_gloo = opened
@@ -307,6 +307,15 @@ def _asked(ask: Callable[[], T], otherwise: T) -> T:
         thread.start()
         thread.join(NOTE_S)
     return answers[-1]
+
+
+def _checked_backend(wanted: str) -> str:
+    from geartrain.transport import one_sided
+
+    if wanted not in one_sided.names():
+        valid = ", ".join([*CARRIERS, *one_sided.names()])
+        raise ArgumentError(f"GEARTRAIN_RANK_CARRIER is one of {valid}, found {wanted!r}")
+    return wanted
 
 
 def as_rank_group(group: Any, members: Sequence[int], timeout_s: float) -> RankGroup:

@@ -15,8 +15,8 @@ from geartrain.rpc.tensors.channels import ARRAY, TENSOR, LeafSpec, TensorChanne
 from geartrain.rpc.tensors.device_map import CPU
 from geartrain.rpc.tensors.pytree import KeyPath, put_back
 
-#: Smallest arrays and CPU tensors, in bytes, that NIXL transfers if requested: a transfer costs some round trips.
-NIXL_BYTES = _native.OUT_OF_BAND_BYTES
+#: Smallest arrays and CPU tensors, in bytes, that a one-sided channel transfers: a transfer costs some round trips.
+BIG_BYTES = _native.OUT_OF_BAND_BYTES
 NONCE_BYTES = 64
 
 #: Channel, device of the receiver's (or, of a result, where the leaves are), number of a lease, token, and the key path
@@ -105,10 +105,10 @@ def is_on_host(leaf: Any) -> bool:
 
 
 def is_big(leaf: Any) -> bool:
-    """Whether it goes over NIXL, where that was asked for."""
+    """Whether it goes over a one-sided channel, where one was asked for."""
     if isinstance(leaf, np.ndarray):
         return (
-            type(leaf) is np.ndarray and leaf.nbytes >= NIXL_BYTES and leaf.dtype.name in DTYPES and leaf.dtype.isnative
+            type(leaf) is np.ndarray and leaf.nbytes >= BIG_BYTES and leaf.dtype.name in DTYPES and leaf.dtype.isnative
         )
     if not type(leaf).__module__.startswith("torch") or not is_on_host(leaf):
         return False
@@ -116,7 +116,7 @@ def is_big(leaf: Any) -> bool:
 
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided or leaf.is_quantized:
         return False
-    return leaf.nbytes >= NIXL_BYTES and str(leaf.dtype).removeprefix("torch.") in DTYPES
+    return leaf.nbytes >= BIG_BYTES and str(leaf.dtype).removeprefix("torch.") in DTYPES
 
 
 def as_tensor(array: Any) -> Any:

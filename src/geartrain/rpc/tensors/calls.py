@@ -20,7 +20,7 @@ def _negotiate(session: ServerSession, forced: str | None, hello: bytes | None) 
     return session.tensors.negotiate(forced, hello)
 
 
-def _confirm_nixl(session: ServerSession) -> None:
+def _confirm_link(session: ServerSession) -> None:
     if session.tensors.handshake is not None:
         session.tensors.handshake.confirm()
 
@@ -62,7 +62,7 @@ def _discard(session: ServerSession, tag: int) -> None:
 
 _CALLS: dict[str, Callable[..., Any]] = {
     "negotiate": _negotiate,
-    "confirm_nixl": _confirm_nixl,
+    "confirm_link": _confirm_link,
     "lease": _lease,
     "revoke": _revoke,
     "nonce_received": _nonce_received,

@@ -3,10 +3,10 @@
 | channel | from and to |
 |---|---|
 | `cuda_ipc` | GPUs of one host |
-| `nixl` | any memory, registered with NIXL |
+| a one-sided backend, by its name (`transport/one_sided`) | any memory |
 | `host` | tensors in the message itself; needs nothing of this module |
 
-With `cuda_ipc` and `nixl`, the receiver leases a buffer to its peer. The sender writes tensors into the buffer, and the
+With the first two, the receiver leases a buffer to its peer. The sender writes tensors into the buffer, and the
 receiver takes them out.
 """
 
@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 import geartrain.device.cuda_ipc as cuda_ipc
-import geartrain.transport.nixl as nixl
 from geartrain.core.dtypes import DTYPES, dtype_of_code, numpy_dtype, torch_dtype
 from geartrain.device.device import DeviceRuntime
 from geartrain.errors import BusyError, DeviceError, MessageError, TransportError
 from geartrain.rpc.tensors.device_map import CPU
-from geartrain.transport.nixl_memory import RegisteredBuffer, RegisteredMemoryPool
+from geartrain.transport.one_sided import Backend, Link
+from geartrain.transport.one_sided.registered_memory import RegisteredBuffer, RegisteredMemoryPool
 
 #: Dtype code, shape, offset in the buffer, and kind (tensor or array) of a leaf.
 LeafSpec = tuple[int, tuple[int, ...], int, str]
@@ -34,10 +34,11 @@ TENSOR, ARRAY = "tensor", "array"
 class TensorChannels:
     """The channels at one end of a connection. Each leased buffer has a number, by which the peer names it."""
 
-    def __init__(self, driver: DeviceRuntime, memory: RegisteredMemoryPool, max_leased_bytes: int) -> None:
+    def __init__(self, driver: DeviceRuntime, max_leased_bytes: int) -> None:
         self.driver = driver
-        self.link: nixl.NixlLink | None = None  # to the peer's memory
-        self._memory, self._max_leased_bytes = memory, max_leased_bytes
+        self.memory: RegisteredMemoryPool | None = None  # of the one-sided channel that was asked for
+        self.link: Link | None = None  # the same, to the peer's memory
+        self._max_leased_bytes = max_leased_bytes
         self._receiver = cuda_ipc.IpcReceiver(driver, max_leased_bytes)
         self._sender = cuda_ipc.IpcSender(driver)
         self._leases: dict[int, tuple[str, int, Any]] = {}  # number -> channel, device, buffer
@@ -57,16 +58,17 @@ class TensorChannels:
         if channel == "cuda_ipc" and device != CPU:
             slot = self._receiver.lease(nbytes, device)
             return self._add(channel, device, slot), slot.descriptor
-        if channel != "nixl":
+        memory = self.memory
+        if memory is None or channel != memory.name:
             raise TransportError(f"there is no channel {channel!r} to device {device}")
         with self._lock:
-            leased = sum(buffer.nbytes for name, _, buffer in self._leases.values() if name == "nixl")
+            leased = sum(buffer.nbytes for name, _, buffer in self._leases.values() if name == channel)
         if leased + nbytes > self._max_leased_bytes:
             raise BusyError(
                 f"{leased} of {self._max_leased_bytes} bytes are leased to this peer already: wait until it "
                 "releases some"
             )
-        buffer = self._memory.lease(nbytes) if device == CPU else _GpuBuffer(self.driver, device, nbytes)
+        buffer = memory.lease(nbytes) if device == CPU else _GpuBuffer(self.driver, device, nbytes, memory.backend)
         return self._add(channel, device, buffer), buffer.descriptor
 
     def _add(self, channel: str, device: int, buffer: Any) -> int:
@@ -84,14 +86,14 @@ class TensorChannels:
             return self._sender.push(device, descriptor, leaves)
         link = self.link
         if link is None:
-            raise TransportError("there is no NIXL link to this peer")
+            raise TransportError(f"there is no {channel} link to this peer")
         if isinstance(leaves, HeldLeaves):
             link.write(leaves.buffer.region, descriptor, nbytes=leaves.nbytes, timeout_s=timeout_s)
             return b""
         if device != CPU:
             leaves = [self.driver.plain(leaf) for leaf in leaves]
             source = self.driver.device(device)
-            source.sync(source.record())  # NIXL does not know the streams
+            source.sync(source.record())  # the backend does not know the streams
         flat = [bytes_of(leaf) if device == CPU else leaf for leaf in leaves]
         offsets, _ = cuda_ipc.layout([leaf.nbytes for leaf in flat])
         for leaf, offset in zip(flat, offsets, strict=True):
@@ -113,9 +115,10 @@ class TensorChannels:
 
     def hold(self, leaves: list[Any]) -> HeldLeaves:
         """A copy of arrays and CPU tensors in registered memory, for a later push."""
+        assert self.memory is not None  # or they would go in the message
         flat = [bytes_of(leaf) for leaf in leaves]
         offsets, end = cuda_ipc.layout([leaf.nbytes for leaf in flat])
-        held = HeldLeaves(self._memory.lease(end), end)
+        held = HeldLeaves(self.memory.lease(end), end)
         memory = np.frombuffer(held.buffer.memory, np.uint8)
         for leaf, offset in zip(flat, offsets, strict=True):
             memory[offset : offset + leaf.nbytes] = leaf
@@ -163,14 +166,14 @@ class HeldLeaves(list[Any]):
 
 
 class _GpuBuffer:
-    """GPU memory that NIXL writes to. It is registered for one push, and copied out in the order of the stream."""
+    """GPU memory that a one-sided channel writes to: registered for one push, copied out in the order of the stream."""
 
-    def __init__(self, driver: DeviceRuntime, device: int, nbytes: int) -> None:
+    def __init__(self, driver: DeviceRuntime, device: int, nbytes: int, backend: Backend) -> None:
         self._driver, self._device, self.nbytes = driver, device, nbytes
         self._memory = driver.empty(device, _UINT8, (max(1, nbytes),))
         target = driver.device(device)
         target.sync(target.record())  # work queued on this memory before has ended
-        self._region = nixl.expose(self._memory)
+        self._region = backend.expose(self._memory)
         self.descriptor = self._region.descriptor
 
     def tensors(self, specs: list[LeafSpec]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Out-of-band tensors of one node: tensors on GPUs and, over NIXL, large tensors on the CPU.
+"""Out-of-band tensors of one node: tensors on GPUs and, over one-sided channels, large tensors on the CPU.
 
 Messages. If a message's kind has the bit `OUT_OF_BAND`, its value is a pair (value, bundles). In the value, None stands
 where a tensor (a leaf) was taken out. A bundle is (channel, device, number, token, entries), and each entry is
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import geartrain.transport.nixl as nixl
 from geartrain.core.arguments import shown
 from geartrain.device.cuda_runtime import CudaRuntime
 from geartrain.device.device import DeviceRuntime
@@ -28,10 +27,11 @@ from geartrain.rpc.tensors.bundles import is_big
 from geartrain.rpc.tensors.channels import TensorChannels
 from geartrain.rpc.tensors.device_map import Maps, maps_of
 from geartrain.rpc.tensors.pytree import KeyPath, take_out
-from geartrain.transport.nixl_memory import RegisteredMemoryPool
+from geartrain.transport import one_sided
+from geartrain.transport.one_sided.registered_memory import RegisteredMemoryPool
 
 #: Channels that can be forced. Messages still use the connection's own transport then.
-CHANNELS = ("cuda_ipc", "nixl")
+CHANNELS = ("cuda_ipc", *one_sided.names())
 
 #: A value without its leaves, and the leaves.
 TakenOut = tuple[Any, list[tuple[KeyPath, Any]]]
@@ -48,39 +48,46 @@ class DeviceTensors:
         self.driver = CudaRuntime() if driver is None else driver
         self.maps: Maps = maps_of(device_map, _count_for(self.driver, device_map))
         self.forced = transport if isinstance(transport, str) and transport in CHANNELS else None
+        self._pools: dict[str, RegisteredMemoryPool] = {}
+        #: Registered memory of the channel that was asked for, if it is a one-sided one.
+        self.memory = None if self.forced in (None, "cuda_ipc") else self.memory_of(self.forced)
         why = None
-        if self.forced == "nixl":
-            why = nixl.why_not()
-        elif self.forced == "cuda_ipc":
+        if self.memory is not None:
+            why = self.memory.backend.why_not()
+        elif self.forced is not None:
             why = self.driver.why_no_ipc()
         if why is not None:
             raise TransportError(f"transport {self.forced!r} is not viable here: {why}")
-        self._memory = RegisteredMemoryPool()
         self._max_leased_bytes = max_leased_bytes
 
     def close(self) -> None:
         """Frees registered memory that is not leased."""
-        self._memory.close()
+        for pool in list(self._pools.values()):
+            pool.close()
+
+    def memory_of(self, name: str) -> RegisteredMemoryPool:
+        """The node's registered memory for a one-sided channel. Raises `TransportError` if there is no such channel."""
+        return self._pools.get(name) or self._pools.setdefault(name, RegisteredMemoryPool(name))
 
     def channels(self) -> TensorChannels:
         """For one end of a connection."""
-        return TensorChannels(self.driver, self._memory, self._max_leased_bytes)
+        return TensorChannels(self.driver, self._max_leased_bytes)
 
-    def take_out(self, value: Any, encodable: bool, over_nixl: bool) -> TakenOut | None:
+    def take_out(self, value: Any, encodable: bool, with_big: bool) -> TakenOut | None:
         """A value without the leaves that do not go in the message, and these. None where all of it goes there.
 
         Args:
             value: arguments or a result.
             encodable: whether the codec knows all of it, so that it has no leaves on GPUs.
-            over_nixl: whether big arrays and CPU tensors are taken out as well.
+            with_big: whether big arrays and CPU tensors are taken out as well.
 
         Raises:
             MessageError: it is nested too deep, or contains itself.
         """
-        if encodable and not over_nixl:
+        if encodable and not with_big:
             return None
         on_device = self.driver.device_of
-        taken = take_out(value, lambda leaf: on_device(leaf) is not None or (over_nixl and is_big(leaf)))
+        taken = take_out(value, lambda leaf: on_device(leaf) is not None or (with_big and is_big(leaf)))
         return taken if taken[1] else None
 
 

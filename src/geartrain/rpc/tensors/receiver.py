@@ -9,7 +9,6 @@ import threading
 from typing import Any
 
 import geartrain._native as _native
-import geartrain.transport.nixl as nixl
 from geartrain.errors import MessageError
 from geartrain.rpc.protocol import OUT_OF_BAND
 from geartrain.rpc.tensors.bundles import TensorBundle, checked, leaves_at, moved, specs_of, through_host
@@ -17,6 +16,7 @@ from geartrain.rpc.tensors.channels import HeldLeaves
 from geartrain.rpc.tensors.device_map import CPU
 from geartrain.rpc.tensors.endpoint import DeviceTensors
 from geartrain.rpc.tensors.pytree import put_back
+from geartrain.transport.one_sided import Handshake
 
 
 class TensorReceiver:
@@ -26,7 +26,7 @@ class TensorReceiver:
         self.devices = devices
         self.channels = devices.channels()
         self.forced: str | None = None  # the channel that the client asked for
-        self.handshake: nixl.Handshake | None = None
+        self.handshake: Handshake | None = None
         self.result_channels: dict[int, str] = {}  # GPU here -> channel to the client
         self._connection = connection
         self._held: dict[int, dict[int, tuple[str, int, list[Any]]]] = {}  # tag -> bundle -> channel, device, leaves
@@ -50,7 +50,7 @@ class TensorReceiver:
 
         None if the whole result goes in the message.
         """
-        taken = self.devices.take_out(value, encodable, self.forced == "nixl")
+        taken = self.devices.take_out(value, encodable, self.channels.memory is not None)
         return None if taken is None else (OUT_OF_BAND, self._hold(*taken, tag))
 
     def _hold(self, tree: Any, leaves: list[Any], tag: int) -> tuple[Any, list[TensorBundle]]:
@@ -62,7 +62,7 @@ class TensorReceiver:
         bundles: list[TensorBundle] = []
         held: dict[int, tuple[str, int, list[Any]]] = {}
         for here, entries in by_device.items():
-            channel = "nixl" if here == CPU else self.result_channels.get(here, self.forced or "host")
+            channel = self.result_channels.get(here, self.forced or "host")
             if channel == "host":
                 tree, bundle = through_host(driver, tree, here, entries)
                 bundles.append(bundle)
@@ -92,7 +92,7 @@ class TensorReceiver:
         """A bundle of held leaves, on the CPU."""
         _, here, leaves = self._release(tag, bundle)
         if here == CPU:
-            raise MessageError("what is on the CPU is held for NIXL only")
+            raise MessageError(f"what is on the CPU is held for {self.forced} only")
         return self.devices.driver.to_host(leaves)
 
     def _release(self, tag: int, bundle: int) -> tuple[str, int, list[Any]]:
@@ -118,15 +118,16 @@ class TensorReceiver:
 
         Args:
             forced: a channel, or None.
-            hello: of the client's NIXL handshake, if that is the channel.
+            hello: of the client's handshake, if the channel is a one-sided one.
 
         Returns:
             How many GPUs are here, why their memory cannot be shared or None, and the reply to the hello.
         """
         self.forced = forced
         reply = None
-        if hello is not None:
-            self.handshake = nixl.Handshake()
+        if forced is not None and hello is not None:
+            self.channels.memory = self.devices.memory_of(forced)
+            self.handshake = self.channels.memory.backend.start_handshake()
             connection = self._connection
             self.channels.link = self.handshake.prove(hello, lambda: connection.lost)
             reply = self.handshake.hello

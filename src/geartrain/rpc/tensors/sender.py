@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 import geartrain._native as _native
-import geartrain.transport.nixl as nixl
 from geartrain.errors import (
     BusyError,
     ConnectionClosedError,
@@ -43,6 +42,7 @@ from geartrain.rpc.tensors.channels import TensorChannels
 from geartrain.rpc.tensors.device_map import CPU, DeviceMap
 from geartrain.rpc.tensors.endpoint import DeviceTensors
 from geartrain.rpc.tensors.pytree import put_back
+from geartrain.transport.one_sided import Link
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class TensorSender:
 
         None if the whole value goes in the message.
         """
-        taken = self._devices.take_out(value, encodable, self._devices.forced == "nixl")
+        taken = self._devices.take_out(value, encodable, self._devices.memory is not None)
         if taken is None:
             return None
         until_s = time.monotonic() + timeout_s
@@ -105,7 +105,7 @@ class TensorSender:
         for key_path, leaf in leaves:
             here = driver.device_of(leaf)
             if here is None:
-                pairs.setdefault(("nixl", CPU, CPU), []).append((key_path, leaf))
+                pairs.setdefault((self._devices.forced or "host", CPU, CPU), []).append((key_path, leaf))
                 continue
             there = self.map.there(here, self._their_count)
             channel = "host" if there == CPU else self.channel(here, there, until_s)
@@ -223,8 +223,8 @@ class TensorSender:
         Raises:
             TransportError: a channel was asked for, and does not work.
         """
-        if self._devices.forced == "nixl":
-            return "nixl"
+        if self._devices.memory is not None:
+            return self._devices.memory.name
         with self._lock:
             if (here, there) not in self._chosen:
                 pair = f"cuda:{here} -> its cuda:{there}"
@@ -293,24 +293,25 @@ class TensorSender:
             self._note(f"its cuda:{there} -> cuda:{here}", "through host memory", f"no cuda_ipc: {error}")
 
     def negotiate(self, timeout_s: float) -> None:
-        """Tells the server which channel is asked for, and learns of its GPUs; links both over NIXL if that is it."""
+        """Tells the server which channel is asked for, and learns of its GPUs; links both if it is a one-sided one."""
         with self._lock:
-            linked = self._devices.forced != "nixl" or (self._channels is not None and _is_up(self._channels.link))
-            if self._channels is not None and linked:
+            memory = self._devices.memory
+            if self._channels is not None and (memory is None or _is_up(self._channels.link)):
                 return
             until_s = time.monotonic() + timeout_s
             channels = self._channels or self._devices.channels()
             try:
-                handshake = nixl.Handshake() if self._devices.forced == "nixl" else None
+                handshake = None if memory is None else memory.backend.start_handshake()
                 hello = None if handshake is None else handshake.hello
                 theirs = self.ask("negotiate", self._devices.forced, hello, until_s=until_s)
                 self._their_count, self._their_no_ipc = int(theirs[0]), theirs[1]
-                if handshake is not None:
+                if memory is not None and handshake is not None:
                     connection = self._connection
+                    channels.memory = memory
                     channels.link = handshake.prove(theirs[2], lambda: connection.lost, _left(until_s))
-                    self.ask("confirm_nixl", until_s=until_s)
+                    self.ask("confirm_link", until_s=until_s)
                     handshake.confirm()
-                    self._note("big tensors", nixl.describe())
+                    self._note("big tensors", memory.backend.describe())
             except GeartrainError as error:
                 if _is_of_call(error) or self._devices.forced is None:
                     raise
@@ -345,7 +346,7 @@ class TensorSender:
             self._channels.close()
 
 
-def _is_up(link: nixl.NixlLink | None) -> bool:
+def _is_up(link: Link | None) -> bool:
     return link is not None and not link.ended
 
 

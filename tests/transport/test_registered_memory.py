@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from deadlines import patience
 
-import geartrain.transport.nixl_memory as registered_memory
-from geartrain.transport.nixl_memory import RegisteredMemoryPool
+from geartrain.transport.one_sided import nixl, registered_memory
+from geartrain.transport.one_sided.registered_memory import RegisteredMemoryPool
 
 
 class Region:
@@ -25,8 +25,8 @@ class Region:
 
 def test_a_buffer_comes_back_within_a_lease_of_the_same_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a collection of garbage finds its last view there."""
-    monkeypatch.setattr(registered_memory, "expose", Region)
-    pool = RegisteredMemoryPool()
+    monkeypatch.setattr(nixl, "expose", Region)
+    pool = RegisteredMemoryPool("nixl")
     kept = [pool.lease(1 << 16).array()]
     pool.lease(1 << 16).release()
     made = registered_memory.RegisteredBuffer

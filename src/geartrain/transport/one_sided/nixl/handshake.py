@@ -15,18 +15,14 @@ import numpy as np
 
 from geartrain.errors import GeartrainError, MessageError, TransportError
 from geartrain.transport.connection import Connection
-from geartrain.transport.nixl_agent import this_agent
-from geartrain.transport.nixl_link import NixlLink, RegisteredRegion
+from geartrain.transport.one_sided.nixl.agent import this_agent
+from geartrain.transport.one_sided.nixl.link import NixlLink, RegisteredRegion
 
 _NONCE = 32
 
 
-class Handshake:
-    """One side of a handshake.
-
-    1. Send `hello` to the other side, over any connection.
-    2. Call `prove` with the hello of the other side, and tell the other side when it has returned.
-    3. Call `confirm` after the other side has reported the same.
+class NixlHandshake:
+    """One side of a handshake, as `geartrain.transport.one_sided.Handshake` says.
 
     `attach` does this over a connection, `geartrain.rpc` does it by calls.
     """
@@ -93,7 +89,7 @@ def attach(connection: Connection, *, timeout_s: float = 30.0) -> NixlLink:
             raise TransportError(f"nixl does not work for the peer: {said[1:].decode(errors='replace')}")
         return said[1:]
 
-    handshake = or_report(Handshake)
+    handshake = or_report(NixlHandshake)
     connection.send(b"." + handshake.hello, timeout_s=left_s())
     hello = receive()
     link: NixlLink = or_report(lambda: handshake.prove(hello, lambda: connection.native.lost, left_s()))

@@ -1,7 +1,7 @@
-"""`NixlCarrier`: the transports, with large messages between hosts written by NIXL (RDMA, RoCE or EFA).
+"""`OneSidedCarrier`: the transports, with large messages between hosts written into the receiver's memory (RDMA).
 
-NIXL carries messages of `WRITE_BYTES` or more to ranks of other hosts. A network card writes them into the receiver's
-registered memory. Without a capable card, UCX uses TCP. `TransportCarrier` sends everything else.
+A backend (`geartrain.transport.one_sided`) carries messages of `WRITE_BYTES` or more to ranks of other hosts.
+`TransportCarrier` sends everything else.
 
 In an exchange both ends know the messages, and take three steps:
 
@@ -10,7 +10,7 @@ In an exchange both ends know the messages, and take three steps:
     receiver    copies the written bytes into its arrays
 
 Both ends copy because their arrays are not registered. The registered memory is registered once and reused. Two ranks
-connect by NIXL in the first exchange that needs it.
+attach in the first exchange that needs it.
 
 Threads: as in `TransportCarrier`, one exchange runs at a time, and any thread may close. Lost peers: memory that a lost
 peer may still write to is never used again.
@@ -28,8 +28,8 @@ import numpy as np
 from geartrain.errors import GeartrainError
 from geartrain.replay.distributed.carrier import Bytes, CarrierError, Cause, Message, by_peer
 from geartrain.replay.distributed.transport_carrier import TransportCarrier
-from geartrain.transport import nixl
-from geartrain.transport.nixl_memory import RegisteredBuffer, RegisteredMemoryPool
+from geartrain.transport.one_sided import Link
+from geartrain.transport.one_sided.registered_memory import RegisteredBuffer, RegisteredMemoryPool
 
 #: Smaller messages go as others do: a write takes a message more each way.
 WRITE_BYTES = 256 << 10
@@ -37,16 +37,18 @@ WRITE_BYTES = 256 << 10
 WRITTEN = b"written"
 
 
-class NixlCarrier(TransportCarrier):
+class OneSidedCarrier(TransportCarrier):
     """Carrier that has RDMA cards write large messages into the other host's memory.
 
-    Its arguments are those of `TransportCarrier`.
+    Args:
+        name: of the backend.
+        arguments: those of `TransportCarrier`.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._links: dict[int, nixl.NixlLink] = {}
-        self._pool = RegisteredMemoryPool()
+    def __init__(self, name: str, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._links: dict[int, Link] = {}
+        self._pool = RegisteredMemoryPool(name)
 
     def exchange(self, number: int, sends: Sequence[Message], receives: Sequence[Message], until_s: float) -> None:
         outgoing, incoming = by_peer(sends), by_peer(receives)
@@ -66,7 +68,7 @@ class NixlCarrier(TransportCarrier):
                     self.put(peer, parts, incoming[peer])
                     continue
                 if b"".join(part.tobytes() for part in parts[:1]) != WRITTEN or len(parts) != 1:
-                    raise CarrierError(peer, Cause.refused, "sent its rows by another way than NIXL")
+                    raise CarrierError(peer, Cause.refused, f"sent its rows by another way than {self._pool.name}")
                 _copy_out(leased[peer].memory, incoming[peer])
                 leased.pop(peer).release()
         finally:
@@ -75,11 +77,11 @@ class NixlCarrier(TransportCarrier):
                     buffer.abandon()
 
     def peers(self) -> dict[str, int]:
-        """The entry "nixl" counts the ranks that this one has exchanged large messages with so far."""
+        """The backend's entry counts the ranks that this one has exchanged large messages with so far."""
         found = super().peers()
         if self._links:
             found["tcp"] -= len(self._links)
-            found["nixl"] = len(self._links)
+            found[self._pool.name] = len(self._links)
         return {name: count for name, count in found.items() if count}
 
     def close(self, reason: str = "") -> None:
@@ -91,7 +93,7 @@ class NixlCarrier(TransportCarrier):
     # --- the parts of an exchange ------------------------------------------------------------------------------------
 
     def _written(self, messages: Mapping[int, Sequence[Bytes]]) -> dict[int, int]:
-        """The peers whose messages are written by NIXL, which know so themselves; and their bytes."""
+        """The peers whose messages are written, which know so themselves; and their bytes."""
         sizes = {peer: sum(array.size for array in arrays) for peer, arrays in messages.items()}
         far = {peer for peer in sizes if self.connections[peer].transport == "tcp"}
         return {peer: nbytes for peer, nbytes in sizes.items() if nbytes >= WRITE_BYTES and peer in far}
@@ -100,7 +102,7 @@ class NixlCarrier(TransportCarrier):
         if peer in self._links:
             return
         try:
-            link = nixl.attach(self.connections[peer], timeout_s=max(until_s - time.monotonic(), 0.001))
+            link = self._pool.backend.attach(self.connections[peer], timeout_s=max(until_s - time.monotonic(), 0.001))
         except GeartrainError as error:
             raise self.error_of(peer, error) from error
         self._links[peer] = link
@@ -151,4 +153,4 @@ def _copy_out(memory: Any, arrays: Sequence[Bytes]) -> None:
         at += array.size
 
 
-__all__ = ["WRITE_BYTES", "WRITTEN", "NixlCarrier"]
+__all__ = ["WRITE_BYTES", "WRITTEN", "OneSidedCarrier"]

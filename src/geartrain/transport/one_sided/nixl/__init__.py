@@ -22,19 +22,22 @@ Details:
   write even afterwards.
 """
 
-from geartrain.transport.nixl_agent import INSTALL, WHEELS, describe, installed, why_not
-from geartrain.transport.nixl_handshake import Handshake, attach
-from geartrain.transport.nixl_link import NixlLink, RegisteredRegion, expose
+from geartrain.transport.one_sided.nixl.agent import INSTALL, WHEELS, describe, installed, why_not
+from geartrain.transport.one_sided.nixl.handshake import NixlHandshake, attach
+from geartrain.transport.one_sided.nixl.link import NixlLink, RegisteredRegion, expose
+
+start_handshake = NixlHandshake
 
 __all__ = [
     "INSTALL",
     "WHEELS",
-    "Handshake",
+    "NixlHandshake",
     "NixlLink",
     "RegisteredRegion",
     "attach",
     "describe",
     "expose",
     "installed",
+    "start_handshake",
     "why_not",
 ]

@@ -1,4 +1,4 @@
-"""Pool of registered host buffers into which peers write over NIXL."""
+"""Pool of host buffers that are registered with a backend, and into which peers write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.transport.nixl import RegisteredRegion, expose
+from geartrain.transport.one_sided import Region, backend
 
 
 class RegisteredMemoryPool:
@@ -16,12 +16,17 @@ class RegisteredMemoryPool:
 
     Call `abandon` on a buffer that a lost peer may still be writing to. Its memory is then never used for anything
     else.
+
+    Args:
+        name: of the backend.
+        max_warm_bytes: see above.
     """
 
-    def __init__(self, max_warm_bytes: int = 2 << 30) -> None:
+    def __init__(self, name: str, max_warm_bytes: int = 2 << 30) -> None:
+        self.name, self.backend = name, backend(name)
         self._max_warm_bytes = max_warm_bytes
         self._lock = threading.RLock()  # a collection of garbage within it may end in `give_back`
-        self._warm: dict[int, list[tuple[mmap.mmap, RegisteredRegion]]] = {}
+        self._warm: dict[int, list[tuple[mmap.mmap, Region]]] = {}
         self._warm_bytes = 0
         self._closed = False
         self.abandoned = 0
@@ -35,9 +40,9 @@ class RegisteredMemoryPool:
                 self._warm_bytes -= size
                 return RegisteredBuffer(self, *warm.pop())
         memory = mmap.mmap(-1, size)
-        return RegisteredBuffer(self, memory, expose(np.frombuffer(memory, np.uint8)))
+        return RegisteredBuffer(self, memory, self.backend.expose(np.frombuffer(memory, np.uint8)))
 
-    def give_back(self, memory: mmap.mmap, region: RegisteredRegion) -> None:
+    def give_back(self, memory: mmap.mmap, region: Region) -> None:
         """The memory of a buffer that is not used any more."""
         with self._lock:
             if not self._closed and self._warm_bytes + region.nbytes <= self._max_warm_bytes:
@@ -58,7 +63,7 @@ class RegisteredMemoryPool:
 class RegisteredBuffer:
     """One buffer of a pool, until it is released or abandoned."""
 
-    def __init__(self, pool: RegisteredMemoryPool, memory: mmap.mmap, region: RegisteredRegion) -> None:
+    def __init__(self, pool: RegisteredMemoryPool, memory: mmap.mmap, region: Region) -> None:
         self._pool, self.memory, self.region = pool, memory, region
         self.nbytes = region.nbytes
         self.descriptor = region.descriptor
@@ -83,7 +88,7 @@ class RegisteredBuffer:
 class _Views:
     """The base of all views of a buffer: gives the memory back with the last of them."""
 
-    def __init__(self, pool: RegisteredMemoryPool, memory: mmap.mmap, region: RegisteredRegion) -> None:
+    def __init__(self, pool: RegisteredMemoryPool, memory: mmap.mmap, region: Region) -> None:
         self._parts = pool, memory, region
         self.__array_interface__ = {
             "shape": (region.nbytes,),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.errors import ConnectionClosedError, MessageError, PeerLostError, TransportError, WaitTimeoutError
-from geartrain.transport.nixl_agent import Agent, describe, nixl_errors, text_of, this_agent
+from geartrain.transport.one_sided.nixl.agent import Agent, describe, nixl_errors, text_of, this_agent
 
 _SPIN_S = 50e-6
 _DESCRIPTOR = struct.Struct("<QQiB3x")  # address, bytes, device (-1: the host), version
