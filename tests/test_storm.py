@@ -62,9 +62,9 @@ def test_a_job_of_tasks_goes_on_after_crashes_of_any_and_of_all_processes():
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", tasks.KINDS)
 def test_two_hundred_crashes_of_a_job_of_tasks_lose_nothing(kind):
-    figures = figures_of(storm("--rounds", "12", "--seed", "7", "--kind", kind))
+    figures = figures_of(storm("--crashes", "200", "--seed", "7", "--kind", kind))
     assert figures["kills"] + figures["kills of all"] >= 200
-    assert figures["kills of all"] > 50 and figures["tasks done"] > 1000
+    assert figures["kills of all"] > 20 and figures["tasks done"] > 1000
 
 
 @pytest.fixture

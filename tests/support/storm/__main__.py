@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="how long, 600 by default")
     parser.add_argument("--seed", type=int, default=None, help="of the first round; the others follow from it")
     parser.add_argument("--rounds", type=int, default=None, help="so many rounds instead of a time")
+    parser.add_argument("--crashes", type=int, default=None, help="so many kills, of one or of all, instead of a time")
     parser.add_argument("--kind", help="of all rounds, such as 'tasks'; by default each round has one of its own")
     parser.add_argument("--keep", action="store_true", help="keep the journals and logs of rounds with defects")
     options = parser.parse_args()
@@ -65,6 +66,8 @@ def arena(options: argparse.Namespace) -> int:
     def over() -> bool:
         if options.rounds is not None:
             return rounds >= options.rounds
+        if options.crashes is not None:
+            return figures["kills"] + figures["kills of all"] >= options.crashes
         return time.monotonic() - began_s >= options.seconds
 
     while not over():
@@ -72,7 +75,7 @@ def arena(options: argparse.Namespace) -> int:
         place.mkdir()
         left_s = options.seconds - (time.monotonic() - began_s)
         kind = options.kind or random.Random(seed + rounds).choice(list(known))
-        lasts_s = ROUND_S if options.rounds else max(0.5, min(ROUND_S, left_s))
+        lasts_s = ROUND_S if options.rounds or options.crashes else max(0.5, min(ROUND_S, left_s))
         one = known[kind](seed + rounds, kind, place, disk, watch, lasts_s)
         one.run()
         rounds += 1

@@ -132,8 +132,9 @@ def learn(part: Part) -> None:
     with store.expect_writers(), gt.Replay(store, _selection(part.folder), BATCH, **options) as replay:
         notes.add("finds", store.clock)
         if state.exists():
+            notes.add("clock", 0)  # from here on it may be that of the state
             replay.load_state_dict(json.loads(state.read_text()))
-        notes.add("clock", store.clock)  # that of the state
+        notes.add("clock", store.clock)
         for batch in replay:
             digest = hashlib.sha256(b"".join(batch[name].tobytes() for name in sorted(batch))).hexdigest()
             notes.add("trained", batch.step, grpo.check(batch), digest)
