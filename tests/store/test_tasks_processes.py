@@ -48,6 +48,7 @@ def test_rows_pass_through_tasks_in_processes_of_their_own_and_are_trained_on(na
         assert sorted(seen) == list(range(rows))
         assert [wait_for(child) for child in children] == [0] * 6
         assert store.audit() == [] and store.stats()["under_way"] == 0
+        assert [figures["done"] for figures in store.task_stats().values()] == [rows] * len(grpo.TASKS)
 
 
 def test_two_claimers_never_get_the_same_row(name: str, fork: Fork) -> None:

@@ -443,13 +443,13 @@ class TaskedStore(WritableStore):
         | deaths | how often a claimer died |
         | set_back | how often its result was given up to make room for an older row |
 
-        `due` of the last task is the number of rows that a replay can draw.
+        `due` of the last task is the number of rows that a replay can draw, `done` how many were drawn.
         """
         plan = self._tasks_plan()
         figures = self.native.task_figures()["tasks"]
         found = {name: dict(each) for name, each in zip(plan.tasks, figures, strict=True)}
         if found:
-            found[list(found)[-1]]["due"] = len(self)
+            found[list(found)[-1]] |= {"due": len(self), "done": self.stats()["sampled"]}
         return found
 
     def oldest_claim(self, task: str) -> tuple[int, float] | None:
