@@ -6,6 +6,7 @@ acknowledged must be there whatever was killed since, and nothing that was done 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -29,13 +30,13 @@ from geartrain.selection import Fifo, Uniform
 from storm.roles import Part
 from storm.rounds import Round, Worker
 
-CREW = ("loader", "answer", "answer", "reward", "ref", "advantage", "learner")
-BATCH, SAVE_EVERY, IN_FLIGHT = 4, 3, 24
+CREW = ("loader", "answer", "answers", "reward", "ref", "advantage", "learner")
+BATCH, SAVE_EVERY, IN_FLIGHT = 4, 2, 24
 #: Every so many rows the advantage drops one, as a group without a signal.
 DROPPED = 11
 CAPACITY = 64
 #: Bytes of spans: room for all rows; so few that results are given up to make room.
-KINDS = {"tasks": 1 << 20, "tasks in little room": 1 << 15}
+KINDS = {"tasks": 1 << 20, "tasks in little room": 24 << 10}
 
 
 class Event(NamedTuple):
@@ -96,21 +97,45 @@ def work(part: Part, task: str) -> None:
     for claim in store.claims(task, choose.randint(1, 4), output="numpy"):
         for row in claim:
             with contextlib.suppress(StaleClaimError):  # of a row that was taken back to make room
-                number = int(row["id"])
-                begun = row.partial.lengths if task == "answer" else {}
-                notes.add("begins", task, number, list(begun.items()))
-                if task == "answer":
-                    _answer(row, number, begun, notes)
-                elif task == "reward":
-                    ends = np.cumsum(row["length"])[:-1]
-                    row.put(reward=np.float32([each.sum() for each in np.split(row["ids"], ends)]))
-                elif task == "ref":
-                    row.put(ref=row["ids"].astype(np.float32) / 2)
-                elif number % DROPPED == 0:
-                    row.drop()
-                else:
-                    row.put(advantage=row["reward"] * 2)
-                notes.add("did", task, number)
+                if task == "advantage" and choose.random() < 0.25:
+                    store.put(row.key, "reward", {"reward": [row["reward"]]})  # again
+                _do(row, task, notes)
+
+
+def answer_many(part: Part) -> None:
+    """Answers several rows at a time in one event loop, until no row can become due any more."""
+    store, notes = open_store(part), Notes(part)
+
+    async def answer() -> None:
+        while claim := await store.claim_async("answer", 2, output="numpy"):
+            with claim:
+                for row in claim:
+                    await asyncio.sleep(0)
+                    with contextlib.suppress(StaleClaimError):
+                        _do(row, "answer", notes)
+
+    async def run() -> None:
+        await asyncio.gather(*(answer() for _ in range(3)))
+
+    asyncio.run(run())
+
+
+def _do(row: gt.ClaimedRow, task: str, notes: Notes) -> None:
+    number = int(row["id"])
+    begun = row.partial.lengths if task == "answer" else {}
+    notes.add("begins", task, number, list(begun.items()))
+    if task == "answer":
+        _answer(row, number, begun, notes)
+    elif task == "reward":
+        ends = np.cumsum(row["length"])[:-1]
+        row.put(reward=np.float32([each.sum() for each in np.split(row["ids"], ends)]))
+    elif task == "ref":
+        row.put(ref=row["ids"].astype(np.float32) / 2)
+    elif number % DROPPED == 0:
+        row.drop()
+    else:
+        row.put(advantage=row["reward"] * 2)
+    notes.add("did", task, number)
 
 
 def _answer(row: gt.ClaimedRow, number: int, begun: dict[int, int], notes: Notes) -> None:
@@ -127,7 +152,7 @@ def learn(part: Part) -> None:
     """Draws batches, checks them, advances the clock, saves, until there are no more rows."""
     store, notes = open_store(part), Notes(part)
     state = part.folder / "state.json"
-    options: dict[str, Any] = {"prefetch": part.seed % 3, "keep": "saved", "output": "numpy"}
+    options: dict[str, Any] = {"prefetch": part.seed % 2, "keep": "saved", "output": "numpy"}
     options["timeout_s"] = deadlines.patience(60)
     with store.expect_writers(), gt.Replay(store, _selection(part.folder), BATCH, **options) as replay:
         notes.add("finds", store.clock)
@@ -155,6 +180,7 @@ def _selection(folder: Path) -> Any:
 ROLES = {
     "loader": load,
     "learner": learn,
+    "answers": answer_many,
     **{task: (lambda part, task=task: work(part, task)) for task in ("answer", "reward", "ref", "advantage")},
 }
 
