@@ -116,6 +116,34 @@ def test_a_row_whose_claimers_die_three_times_is_dropped_unless_they_got_on(name
         assert store.audit() == []
 
 
+@pytest.mark.parametrize("adopts", [False, True])
+def test_the_death_of_a_process_that_claims_for_others_is_not_counted(name: str, fork: Fork, adopts: bool) -> None:
+    watching = None if adopts else grpo.new_store(name)
+    for round_ in range(4):
+        pipe = Pipe()
+
+        def serve(pipe: Pipe = pipe, first: bool = round_ == 0) -> None:
+            with grpo.new_store(name) as mine:
+                if first:
+                    grpo.insert(mine, range(2))
+                mine.native.claim_for_others()
+                claim = mine.claim("answer", 2, timeout_s=patience(10))
+                pipe.say()
+                time.sleep(600)
+                del claim
+
+        child = fork(serve)
+        pipe.hear()
+        kill(child)
+        if watching is not None:
+            watching.reap()
+            assert watching.task_stats()["answer"]["due"] == 2
+    with watching or grpo.new_store(name) as found:
+        its = found.task_stats()["answer"]
+        assert (its["due"], its["deaths"], its["released"]) == (2, 0, 8) and found.stats()["given_up"] == 0
+        assert found.audit() == []
+
+
 def test_a_process_that_is_stopped_and_killed_within_a_put_leaves_the_row_due(name: str, fork: Fork) -> None:
     """Killed at instants over a whole put: the row is either answered or due, and never both."""
     with grpo.new_store(name) as store:
