@@ -53,10 +53,10 @@ sanitized-module: setup  # geartrain._native under SANITIZE=address, in build/py
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir) > /dev/null
 	$(BIN)/cmake --build build/python-$(SANITIZE) --target _native
 
-# For example: make storm SECONDS=60 SEED=7
+# For example: make storm SECONDS=60 SEED=7 KIND=tasks
 SECONDS ?= 600
 storm: setup  # seeded kills, stops, forks, full disks and clock jumps at one store, with a proof after each round
-	PYTHONPATH=tests/support $(BIN)/python -m storm --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=tests/support $(BIN)/python -m storm --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind "$(KIND)")
 
 MINUTES ?= 60
 soak: setup  # a job whose processes are killed: memory, threads, descriptors and segments must not grow

@@ -14,7 +14,7 @@ from soak.__main__ import last_words
 from soak.figures import ALLOWED, Sample, growths
 
 SUPPORT = Path(__file__).parent / "support"
-STEADY = Sample(0.0, 150.0, 26.0, 12, 30, 5, 26.0, 90.0)
+STEADY = Sample(0.0, 150.0, 26.0, 12, 30, 5, 26.0, 90.0, 20.0)
 
 
 def samples_that_end(**late: float) -> list[Sample]:
@@ -47,7 +47,7 @@ def test_rings_that_fill_are_no_growth_and_a_mapping_that_stays_after_each_kill_
 @pytest.mark.parametrize(
     "late",
     [{"private_mb": 180.0}, {"shared_mb": 34.0}, {"threads": 15}, {"descriptors": 40}, {"segments": 7},
-     {"segments_mb": 30.0}, {"journal_mb": 300.0}],
+     {"segments_mb": 30.0}, {"journal_mb": 300.0}, {"spans_kb": 30.0}],
 )  # fmt: skip
 def test_each_figure_that_grows_is_found(late: dict[str, float]) -> None:
     assert [one.figure for one in growths(samples_that_end(**late)) if one.grew] == list(late)
@@ -80,5 +80,6 @@ def test_half_a_minute_of_soak_does_its_work_and_looks_at_it(tmp_path: Path) -> 
     figures = found["figures"]
     assert found["problems"] == [] and figures["mixed"] == 0 and found["ended_by_themselves"] == 0, done.stdout
     assert found["kills"] > 0 and figures["batches"] > 0 and figures["calls"] > 0 and figures["journal_rows"] > 0
+    assert figures["task_rows"] > 0
     # So short a time is all warming up for threads and descriptors; segments must not grow from the first second on.
     assert not any(one["grew"] for one in found["growth"] if one["figure"].startswith("segments")), done.stdout

@@ -9,10 +9,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import grpo
 import numpy as np
 import pytest
 import storm.proof as proof
 import storm.recorded as recorded
+import storm.tasks as tasks
 from deadlines import patience
 from storm.journal import COMMITTED, DELETED, DELIVERED, Journal, read
 from storm.roles import Part
@@ -30,21 +32,39 @@ def storm(*arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(SUPPORT)},
         capture_output=True,
         text=True,
-        timeout=patience(110),
+        timeout=patience(220),
         check=False,
     )
+
+
+def figures_of(done: subprocess.CompletedProcess[str]) -> dict[str, int]:
+    """The figures of a storm that found nothing."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.rsplit(None, 1) for line in done.stdout.split("storm:")[-1].splitlines() if line.startswith("  ")]
+    return {name.strip(): int(count.replace(",", "")) for name, count in lines}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_twenty_seconds_of_storm_find_nothing():
-    done = storm("--seconds", "20", "--seed", "7")
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.rsplit(None, 1) for line in done.stdout.split("storm:")[-1].splitlines() if line.startswith("  ")]
-    figures = {name.strip(): int(count.replace(",", "")) for name, count in lines}
+    figures = figures_of(storm("--seconds", "20", "--seed", "7"))
     assert figures["kills"] > 0
     assert figures["rows proven"] > 0
     assert figures["defects"] == 0
+
+
+def test_a_job_of_tasks_goes_on_after_crashes_of_any_and_of_all_processes():
+    figures = figures_of(storm("--seconds", "2", "--seed", "7", "--kind", "tasks"))
+    assert figures["kills"] > 0 and figures["kills of all"] > 0 and figures["rows proven"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", tasks.KINDS)
+def test_two_hundred_crashes_of_a_job_of_tasks_lose_nothing(kind):
+    figures = figures_of(storm("--crashes", "200", "--seed", "7", "--kind", kind))
+    assert figures["kills"] + figures["kills of all"] >= 200
+    assert figures["kills of all"] > 20 and figures["tasks done"] > 1000
 
 
 @pytest.fixture
@@ -186,3 +206,54 @@ def test_no_row_of_a_recorder_that_was_killed_can_be_lost_unseen(name, tmp_path,
         assert recorded.missing(whole, entries) == []
         for at, lost in enumerate(each):
             assert recorded.missing(whole - lost, entries), f"row {at} of {len(keys)} with {sorted(lost)}"
+
+
+@pytest.fixture
+def done_job(name, tmp_path):
+    """The store of a job of tasks that has come to its end with two rows left, and its notes."""
+    part = Part(name, 1, 3, tmp_path / "round-1", None, None, "tasks")
+    part.folder.mkdir()
+    with tasks.open_store(part) as store:
+        store.limiter.set(in_flight=None)
+        grpo.insert(store, range(11))
+        store.finish()
+        tasks.Notes(part).add("inserted", list(range(11)))
+        for role in ("answer", "reward", "ref", "advantage", "learner"):
+            number = 2 + list(tasks.ROLES).index(role)
+            tasks.ROLES[role](Part(**{**vars(part), "number": number, "handle": store}))
+        yield store, tasks.events(part.folder)
+        store.unlink()
+
+
+def test_a_job_of_tasks_that_is_done_is_found_sound(done_job):
+    store, noted = done_job
+    figures = Counter()
+    assert tasks.prove(store, noted, figures) == []
+    assert (figures["batches"], figures["rows proven"], figures["tasks done"]) == (2, 10, 44)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["begins", "reward", 3, []], "done again that were done: [('reward', 3)]"),
+        (["begins", "answer", 3, [[0, 1]]], "of the rows [3] appends were lost"),
+        (["trained", 1, [1, 2, 3, 4], "x"], "steps [1] were drawn again with other"),
+        (["trained", 2, [1, 9], "x"], "rows [1] were trained in two steps"),
+        (["trained", 2, [9, 10], "x"], "are there to be drawn again"),
+        (["trained", 2, [0], "x"], "rows [0] were trained, and were not inserted"),
+        (["trained", 3, [], "x"], "steps were left out: [0, 1, 3]"),
+        (["finds", 1], "the clock was 2, and is 1"),
+        (["inserted", [11]], "11 rows were inserted, and inserts of"),
+        (["inserted", [3]], "inserts of [(3, 2)"),
+    ],
+)
+def test_the_proof_of_tasks_notices_what_is_done_twice_or_lost(done_job, more, said):
+    store, noted = done_job
+    found = tasks.prove(store, [*noted, tasks.Event(noted[-1].at_ns + 1, more[0], more[1:])], Counter())
+    assert any(said in each for each in found), found
+
+
+def test_the_proof_of_tasks_notices_a_row_that_is_gone(done_job):
+    store, noted = done_job
+    store.delete(store.keys()[:1])
+    assert any("are lost, 1 in all" in each for each in tasks.prove(store, noted, Counter()))

@@ -306,6 +306,17 @@ nb::object owned_rows(const Store& store, uint32_t task, const In<uint32_t>& row
   return to_numpy(std::move(owned));
 }
 
+// Claims rows once more by the numbers of earlier claims. Returns a Tasks::Again of each, uint8.
+nb::object claim_again(Store& store, uint32_t task, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                       const In<uint16_t>& claims, int64_t version) {
+  const std::vector<ClaimedRow> claimed = claimed_of(rows, generations, claims);
+  const std::vector<Tasks::Again> found =
+      released(store, [&] { return tasks_of(store).claim_again(task, claimed, version); });
+  std::vector<uint8_t> out(found.size());
+  std::ranges::transform(found, out.begin(), [](Tasks::Again each) { return static_cast<uint8_t>(each); });
+  return to_numpy(std::move(out));
+}
+
 // Items of each axis in rows, 0 where they are not known yet: (lengths (n, axes), whether each key holds (n,)).
 nb::tuple lengths_of_rows(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
   const size_t n = rows.size(), axes = tasks_of(store).described().axis_count;
@@ -679,6 +690,8 @@ void bind_tasks(nb::class_<Store>& store) {
       .def("set_clock", [](Store& s, int64_t v) { released(s, [&] { tasks_of(s).set_clock(v); }); })
       .def("drop_rows", &drop_rows)
       .def("owned_rows", &owned_rows)
+      .def("claim_again", &claim_again)
+      .def("claim_for_others", [](Store& s) { released(s, [&] { tasks_of(s).claim_for_others(); }); })
       .def("lengths_of_rows", &lengths_of_rows)
       .def("write_rows", &write_rows, nb::arg("write"), nb::arg("task"), nb::arg("axis"), nb::arg("rows"),
            nb::arg("generations"), nb::arg("claims").none(), nb::arg("sources"), nb::arg("lengths"), nb::arg("item"),

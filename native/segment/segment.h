@@ -252,6 +252,7 @@ struct alignas(64) Client {
   uint32_t held;  // first of the rows it is writing, extending or reading for the last time, linked by next
   uint32_t held_count;
   std::atomic<uint32_t> priority_writers;  // threads in the middle of an update of priorities
+  uint32_t claims_for_others;              // not 0: it claims rows for peers, so its death says nothing against a row
 };
 static_assert(sizeof(Client) == 64);
 
@@ -448,6 +449,10 @@ struct TaskWord {
            static_cast<uint64_t>(slot) << 51 | static_cast<uint64_t>(claim & 0x3ff) << 41 | span;
   }
 };
+// The number of the next claim. 0: nobody has claimed the row.
+constexpr uint16_t next_claim(uint16_t claim) {
+  return static_cast<uint16_t>(claim % (kClaimNumbers - 1) + 1);
+}
 static_assert(kMaxClients == 256);
 constexpr int64_t kNoVersion = INT64_MIN;
 

@@ -331,6 +331,7 @@ void Store::join() {
     mine.held = kNoRow;
     mine.held_count = 0;
     mine.priority_writers.store(0);
+    mine.claims_for_others = 0;
     mine.in_use = 1;
     uint32_t slots = slot + 1;
     for (uint32_t other = slots; other < kMaxClients; ++other) {

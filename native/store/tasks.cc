@@ -485,7 +485,7 @@ std::vector<ClaimedRow> Tasks::claim(uint32_t task, const Asked& asked) {
       clear_due(task, row);
       word.state = TaskState::claimed;
       word.slot = static_cast<uint8_t>(slot);
-      word.claim = static_cast<uint16_t>((word.claim + 1) % kClaimNumbers);
+      word.claim = next_claim(word.claim);
       // Counted first: a claim that is not counted would not be looked for after this process's death.
       ++table_->claims[slot];
       set_word(row, task, word);
@@ -593,6 +593,40 @@ size_t Tasks::for_claimed(uint32_t task, std::span<const ClaimedRow> rows, const
 
 size_t Tasks::release(uint32_t task, std::span<const ClaimedRow> rows) {
   return for_claimed(task, rows, "released", [&](uint32_t row, Woken& woken) { unclaim(row, task, false, woken); });
+}
+
+void Tasks::claim_for_others() {
+  store_.ensure_client();
+  Store::Guard guard(store_);
+  store_.client(store_.client_slot_.load(kRelaxed)).claims_for_others = 1;
+}
+
+std::vector<Tasks::Again> Tasks::claim_again(uint32_t task, std::span<const ClaimedRow> rows, int64_t version) {
+  store_.ensure_client();
+  check_task(task, "claimed");
+  std::vector<Again> found(rows.size(), Again::stale);
+  for (size_t at = 0; at < rows.size(); at += kRowsAHold) {
+    Store::Guard guard(store_);
+    for (size_t i = at; i < std::min(rows.size(), at + kRowsAHold); ++i) {
+      const auto [row, generation, claim] = rows[i];
+      if (!has_key(row, generation)) continue;
+      TaskWord its = word(row, task);
+      if (its.state == TaskState::done && its.claim == claim) found[i] = Again::done;
+      if (!due_bit(task, row) || (its.claim != claim && its.claim != 0)) continue;
+      if (claim == 0 || claim >= kClaimNumbers) continue;
+      clear_due(task, row);
+      const uint32_t slot = store_.client_slot_.load(kRelaxed);
+      its.state = TaskState::claimed;
+      its.slot = static_cast<uint8_t>(slot);
+      its.claim = claim;
+      ++table_->claims[slot];  // first, as in claim()
+      set_word(row, task, its);
+      set_version(row, task, version);
+      figures(task).claimed.fetch_add(1, kRelaxed);
+      found[i] = Again::claimed;
+    }
+  }
+  return found;
 }
 
 void Tasks::say_version(uint32_t task, std::span<const ClaimedRow> rows, int64_t version) {
@@ -777,7 +811,7 @@ void Tasks::finish(Write write, uint32_t task, std::span<TaskRow> rows) {
       // The task is done with this one store. What else hangs on the chain is cut off after it.
       its.state = TaskState::done;
       its.deaths = 0;
-      its.claim = static_cast<uint16_t>((its.claim + (write == Write::rewrite ? 1 : 0)) % kClaimNumbers);
+      if (write == Write::rewrite) its.claim = next_claim(its.claim);
       if (span != 0) its.span = span;
       set_word(each.row, task, its);
       const auto lost = [](const SpanHead& one) { return one.mark.load(kRelaxed) == kFilled; };
@@ -1126,7 +1160,7 @@ void Tasks::set_back(uint32_t row, Woken& woken) {
       figures(task).set_back.fetch_add(1, kRelaxed);
     }
     const uint64_t chain = its.span;
-    its = {.claim = static_cast<uint16_t>((its.claim + 1) % kClaimNumbers), .span = chain};
+    its = {.claim = next_claim(its.claim), .span = chain};
     sift(row, task, its, 0, [](const SpanHead&) { return true; }, woken);
     forget_version(row, task);
   }
@@ -1335,7 +1369,7 @@ void Tasks::clear() {
 
 // Of a client that is gone: what it had claimed is due again, what it was writing is freed.
 void Tasks::release_claims_of(uint32_t slot) {
-  const bool died = slot != store_.client_slot_.load(kRelaxed);
+  const bool died = slot != store_.client_slot_.load(kRelaxed) && store_.client(slot).claims_for_others == 0;
   Woken woken(*this);
   if (end_waits([&](const SpaceWaiter& each) { return each.slot == slot; })) woken.space();
   if (table_->unfinished[slot].exchange(0, kRelaxed) != 0) woken.space();
@@ -1443,13 +1477,14 @@ void Tasks::finish_rebuild(Store::Sums& sums) {
       }
       if (previous != 0) head(previous).next.store(0, kRelaxed);
       its.span = front;
-      its.claim = static_cast<uint16_t>((its.claim + (changed ? 1 : 0)) % kClaimNumbers);
+      if (changed) its.claim = next_claim(its.claim);
       if (died) {
+        const bool for_others = store_.client(its.slot).claims_for_others != 0;
         its.state = TaskState::not_done;
         its.slot = 0;
-        if (its.deaths < kMaxDeaths) ++its.deaths;
-        figures(task).deaths.fetch_add(1, kRelaxed);
-        if (its.deaths >= kDeathsAllowed) lost.push_back(row);
+        if (!for_others && its.deaths < kMaxDeaths) ++its.deaths;
+        (for_others ? figures(task).released : figures(task).deaths).fetch_add(1, kRelaxed);
+        if (!for_others && its.deaths >= kDeathsAllowed) lost.push_back(row);
       }
       if (its.state == TaskState::claimed) {
         ++table_->claims[its.slot];

@@ -126,6 +126,13 @@ class Tasks {
   // Rows become due again; those that are not this process's by that claim are passed over. Returns how many were not.
   size_t release(uint32_t task, std::span<const ClaimedRow> rows);
   size_t drop(uint32_t task, std::span<const ClaimedRow> rows);
+  // This client claims rows for peers: its death counts as a release of them.
+  void claim_for_others();
+  // Claims rows once more by the number of an earlier claim, where they are due and nobody has claimed them since:
+  // their number is that one, or 0, as of a row that was loaded. done: that claim has put the row. `version`: as in
+  // say_version().
+  enum class Again : uint8_t { stale = 0, claimed = 1, done = 2 };
+  std::vector<Again> claim_again(uint32_t task, std::span<const ClaimedRow> rows, int64_t version);
   // Whether each is still this process's by that claim. Without the lock.
   bool owns(uint32_t task, const ClaimedRow& row) const;
   // The version of the policy that works on claimed rows. What an earlier claim has left keeps its own, if that is

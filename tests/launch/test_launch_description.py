@@ -284,6 +284,20 @@ def test_hosts_that_are_wrong_are_refused_where_they_are_said(hosts, complaint):
         ([launch.learners("a:b", hosts="first"), launch.agents("a:b", hosts="1")], {}, "no role runs on host 2 of 3"),
         ([launch.learners("a:b", max_restarts=1)], {}, "on one host only"),
         ([launch.learners("a:b", hosts="first"), launch.Role("store", "a:b")], {}, "choose another name"),
+        (
+            [launch.learners("a:b", hosts="0-1"), launch.workers("reward", "a:b", hosts="2")],
+            {},
+            r"no process does the task 'reward' for the store of host 1: .*processes or hosts of role 'reward'",
+        ),
+        (
+            [
+                launch.learners("a:b"),
+                launch.workers("ref", "a:b", hosts="first"),
+                launch.workers("ref", "a:b", name="more", hosts="1"),
+            ],
+            {},
+            r"no process does the task 'ref' for the store of host 2: .*'ref', 'more'",
+        ),
         ([launch.Role("a", "a:b"), launch.reducers()], {}, "there are no learners"),
         ([launch.Role("a", "a:b")], {"all": "0"}, "has a plain word as its name, found 'all'"),
         ([launch.Role("a", "a:b")], {"one": "two", "two": "0"}, "is made of host numbers, found two"),
@@ -293,6 +307,21 @@ def test_hosts_that_are_wrong_are_refused_where_they_are_said(hosts, complaint):
 def test_placements_that_cannot_be_are_refused_before_anything_starts(roles, classes, complaint):
     with pytest.raises(ArgumentError, match=complaint):
         place(launch.Job("x", roles, hosts=classes), 3)
+
+
+def test_every_store_of_a_job_has_a_process_for_each_task():
+    """Workers of hosts without learners are dealt to the stores in turn; one host has its own."""
+    roles = [
+        launch.learners("a:b", hosts="0-2"),
+        launch.workers("reward", "a:b", hosts="1"),
+        launch.workers("reward", "a:b", 2, name="away", hosts="3"),
+    ]
+    with pytest.raises(ArgumentError, match="'reward' for the store of host 2:"):
+        place(launch.Job("x", roles), 4)
+    roles[-1] = launch.workers("reward", "a:b", 3, name="away", hosts="3")
+    assert place(launch.Job("x", roles), 4)[-1].role.name == "store"
+    other = launch.workers("reward", "a:b", hosts="3", store="mine")
+    assert place(launch.Job("x", [roles[0], other]), 4), "a store of its own host"
 
 
 def test_no_store_is_served_where_nobody_asked_for_it():

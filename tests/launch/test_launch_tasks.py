@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,9 +17,10 @@ import numpy as np
 import preloaded
 import pytest
 from deadlines import patience
-from launch_jobs import TESTS, nobody_is_left, run, text
+from launch_jobs import TESTS, nobody_is_left, run, text, wait_for
 
 from geartrain import launch
+from geartrain.core.counters import SharedCounters
 from geartrain.errors import ArgumentError, ProcessDiedError
 from geartrain.launch.job import UNUSABLE
 from geartrain.launch.metrics import Reporter
@@ -80,6 +82,68 @@ def test_a_job_of_tasks_draws_every_row_although_a_worker_is_killed(store_name, 
     assert done == dict.fromkeys(done, rows), "each row once, and those of the killed process again"
     assert summary["processes"]["judge-0"]["wait_s"] > 0
     assert nobody_is_left(str(tmp_path)) is None
+
+
+GOES_ON = """
+name = "{name}"
+directory = "{tests}"
+timeout_s = {limit_s}
+[learner]
+run = "launched_tasks:learn_kept"
+args = {{ rows = {rows}, folder = "{folder}" }}
+max_restarts = 3
+[role.loader]
+run = "launched_tasks:load_rest"
+args = {{ rows = {rows} }}
+[role.answer]
+task = "answer"
+run = "launched_tasks:answer"
+output = "numpy"
+[role.reward]
+task = "reward"
+run = "launched_tasks:rest"
+[role.ref]
+task = "ref"
+run = "launched_tasks:rest"
+[role.advantage]
+task = "advantage"
+run = "launched_tasks:rest"
+"""
+
+
+@pytest.mark.usefixtures("preloaded_children")
+def test_a_job_of_tasks_goes_on_after_deaths_of_its_learner_and_of_its_launcher(store_name, tmp_path):
+    pytest.importorskip("typer")
+    rows, name, record = 60, store_name(), tmp_path / "record"
+    path = tmp_path / "job.toml"
+    path.write_text(GOES_ON.format(name=name, tests=TESTS, limit_s=patience(60), rows=rows, folder=tmp_path))
+
+    def steps():
+        return len(record.read_text().splitlines()) if record.exists() else 0
+
+    def start(logs):
+        command = [sys.executable, "-m", "geartrain", "launch", str(path), "--folder", str(tmp_path / logs), "--lines"]
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": TESTS}
+        return preloaded.Popen(command, env={**os.environ, "NO_COLOR": "1"}, **options)
+
+    launcher = start("killed")
+    wait_for(lambda: steps() > 3)
+    os.kill(int(SharedCounters.open(f"launch-{name}").column("pid")[0]), signal.SIGKILL)
+    wait_for(lambda: steps() > 8)
+    launcher.kill()
+    said, _ = launcher.communicate(timeout=patience(30))
+    assert "learner-0 was killed by SIGKILL; learner-0 started again (1 of at most 3 times)" in said
+    again = start("logs")
+    said, _ = again.communicate(timeout=patience(90))
+    assert again.returncode == 0, said
+    assert re.search(rf"the store '{name}' was left with \d+ rows to draw, \d+ under way and \d+ kept", said), said
+    batches = {}
+    for line in record.read_text().splitlines():
+        step, numbers = json.loads(line)
+        assert batches.setdefault(step, numbers) == numbers, "steps since the last checkpoint are drawn again"
+    assert sorted(number for numbers in batches.values() for number in numbers) == list(range(rows))
+    done = json.loads(text(tmp_path, "learner-0").partition("done ")[2])
+    assert done == dict.fromkeys(done, rows), "what was done is not done again"
 
 
 @pytest.mark.usefixtures("preloaded_children")

@@ -112,6 +112,8 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "release_rows": (1, ONE, ONE, ONE.astype(np.uint16)),
     "drop_rows": (1, ONE, ONE, ONE.astype(np.uint16)),
     "owned_rows": (1, ONE, ONE, ONE.astype(np.uint16)),
+    "claim_again": (1, ONE, ONE, ONE.astype(np.uint16), 0),
+    "claim_for_others": (),
     "lengths_of_rows": (ONE, ONE),
     "write_rows": (0, 1, 0, ONE, ONE, None, [], np.zeros((1, 1), np.uint32), 0, False, None, 1, 0.0),
     "appended_parts": (1, 0, 1, 1, []),
@@ -158,7 +160,8 @@ OF_TASKS = {
     "insert_with_spans", "claim_rows", "release_rows", "drop_rows", "owned_rows", "lengths_of_rows", "write_rows",
     "appended_parts", "task_figures", "oldest_claim", "occupancy", "rows_left", "end_inserts", "is_over",
     "advance", "check_in_flight", "clock", "complete", "finished", "free_taken", "kept_alone_stop", "limit_tasks",
-    "saved_before", "say_version", "set_clock", "stale_rows", "taken", "taken_steps", "untake",
+    "saved_before", "say_version", "set_clock", "stale_rows", "taken", "taken_steps", "untake", "claim_again",
+    "claim_for_others",
 }  # fmt: skip
 
 #: No effect on a store without max_age_s or max_times_sampled.

@@ -578,3 +578,36 @@ def test_a_put_of_a_field_that_the_task_does_not_have_names_those_that_it_has(na
         grpo.insert(store, range(1))
         with store.claim("answer") as claim, pytest.raises(FieldError, match=r"missing \['ids'.*unknown \['idz'\]"):
             claim.put(idz=[1])
+
+
+# --- claims for others --------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_claimed_again_by_an_old_number_unless_another_has_claimed_it_since() -> None:
+    with simple() as store:
+        store.insert({"x": np.arange(2)})
+
+        def again(claim: gt.Claim) -> list[int]:
+            return store.native.claim_again(1, claim.keys.row, claim.keys.generation, claim._claims, 0).tolist()
+
+        first = store.claim("work", 2)
+        assert again(first) == [0, 0]  # it is claimed
+        first.release()
+        assert again(first) == [1, 1] and store.task_stats()["work"]["claimed"] == 2
+        list(first)[0].put(y=[1.0])
+        assert again(first) == [2, 0]  # put by that claim; claimed
+        list(first)[1].release()
+        second = store.claim("work", 2)
+        second.release()
+        assert again(first) == [2, 0] and again(second) == [1]
+        assert store.audit() == []
+
+
+def test_no_claim_has_the_number_of_a_row_that_nobody_has_claimed() -> None:
+    with simple() as store:
+        store.insert({"x": [1]})
+        numbers = set()
+        for _ in range(1100):
+            with store.claim("work") as claim:
+                numbers.add(int(claim._claims[0]))
+        assert numbers == set(range(1, 1024))

@@ -48,6 +48,7 @@ def test_rows_pass_through_tasks_in_processes_of_their_own_and_are_trained_on(na
         assert sorted(seen) == list(range(rows))
         assert [wait_for(child) for child in children] == [0] * 6
         assert store.audit() == [] and store.stats()["under_way"] == 0
+        assert [figures["done"] for figures in store.task_stats().values()] == [rows] * len(grpo.TASKS)
 
 
 def test_two_claimers_never_get_the_same_row(name: str, fork: Fork) -> None:
@@ -113,6 +114,34 @@ def test_a_row_whose_claimers_die_three_times_is_dropped_unless_they_got_on(name
         (row,) = store.claim("answer", 2)
         assert row["id"] == 1 and row.partial.lengths == {0: 3}
         assert store.audit() == []
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+def test_the_death_of_a_process_that_claims_for_others_is_not_counted(name: str, fork: Fork, adopts: bool) -> None:
+    watching = None if adopts else grpo.new_store(name)
+    for round_ in range(4):
+        pipe = Pipe()
+
+        def serve(pipe: Pipe = pipe, first: bool = round_ == 0) -> None:
+            with grpo.new_store(name) as mine:
+                if first:
+                    grpo.insert(mine, range(2))
+                mine.native.claim_for_others()
+                claim = mine.claim("answer", 2, timeout_s=patience(10))
+                pipe.say()
+                time.sleep(600)
+                del claim
+
+        child = fork(serve)
+        pipe.hear()
+        kill(child)
+        if watching is not None:
+            watching.reap()
+            assert watching.task_stats()["answer"]["due"] == 2
+    with watching or grpo.new_store(name) as found:
+        its = found.task_stats()["answer"]
+        assert (its["due"], its["deaths"], its["released"]) == (2, 0, 8) and found.stats()["given_up"] == 0
+        assert found.audit() == []
 
 
 def test_a_process_that_is_stopped_and_killed_within_a_put_leaves_the_row_due(name: str, fork: Fork) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import grpo
 import numpy as np
@@ -64,3 +66,36 @@ def learn_long(context):
     context.store(grpo.FIELDS, **STORE)
     while not context.stopping:
         time.sleep(0.01)
+
+
+# --- a job that goes on after crashes -------------------------------------------------------------------------------
+
+
+def load_rest(context, rows):
+    """Inserts what was not inserted before."""
+    store = context.store()
+    while (number := store.stats()["inserted"]) < rows:
+        grpo.insert(store, [number])
+    store.finish()
+
+
+def learn_kept(context, rows, folder):
+    """Notes each batch, saves every third step, and goes on from there."""
+    store = context.store(grpo.FIELDS, **STORE)
+    store.limiter.set(in_flight=12)
+    state, record = Path(folder) / "state.json", Path(folder) / "record"
+    with context.watch(gt.Replay(store, gt.selection.Fifo(), 3, output="numpy", keep="saved")) as replay:
+        if state.exists():
+            replay.load_state_dict(json.loads(state.read_text()))
+        for batch in replay:
+            with record.open("a") as file:
+                file.write(json.dumps([batch.step, grpo.check(batch)]) + "\n")
+            if batch.step % 3 == 2:
+                state.with_suffix(".new").write_text(json.dumps(replay.state_dict()))
+                state.with_suffix(".new").rename(state)
+                replay.saved(batch.step)
+            context.report(steps=replay.step)
+            time.sleep(0.02)
+    figures = store.task_stats()
+    done = {task: figures[task]["done"] for task in ("answer", "reward", "ref", "advantage")}
+    print("done", json.dumps({"inserted": store.stats()["inserted"], **done}))

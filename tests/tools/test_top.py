@@ -615,7 +615,8 @@ def test_tasks_of_a_store_are_shown_with_who_holds_the_oldest_claim(store_name: 
         assert values["geartrain_limiter_most_in_flight"][store.name,] == 9
         tasks = next(each for each in sections_of([snapshot]) if each.title == "tasks")
         line = next(each for each in tasks.lines if each.values[:2] == [store.name, "answer"])
-        assert any(f"(pid {os.getpid()}), 0 s old" in str(value) for value in line.values)
+        cells = dict(zip((column.name for column in tasks.columns), line.values, strict=True))
+        assert cells["claimed by"].endswith(f"(pid {os.getpid()})") and 0 <= cells["oldest"] < patience(10)
         shown = CliRunner().invoke(app, ["inspect", store.name]).output
         assert "answer" in shown and str(os.getpid()) in shown
         assert "clock 7, 2 rows in flight" in shown and "at most 9" in shown
@@ -624,3 +625,47 @@ def test_tasks_of_a_store_are_shown_with_who_holds_the_oldest_claim(store_name: 
         about = json.loads(CliRunner().invoke(app, ["inspect", store.name, "--json"]).output)
         assert about["tasks"]["answer"]["figures"]["claimed"] == 1 and about["axes"] == ["prompt", "tokens", "answers"]
         assert about["tasks"]["answer"]["oldest_pid"] == os.getpid()
+
+
+def test_tasks_of_a_store_on_several_hosts_are_added_up(store_name: Callable[[], str]) -> None:
+    with grpo.new_store(store_name()) as store:
+        grpo.insert(store, range(5))
+        before = take_snapshot()
+        first = store.claim("answer", 2, output="numpy")
+        grpo.work(store, "answer", first)
+        claim = store.claim("answer", 1, output="numpy")
+        snapshots = []
+        for number, elapsed_s in enumerate((1.0, 2.0)):
+            now = json.loads(json.dumps(take_snapshot())) | {"host": f"host{number}", "id": str(number)}
+            now["at_s"] = before["at_s"] + elapsed_s
+            snapshots.append(add_rates(before, now))
+            (mine,) = (each for each in now["stores"] if each["name"] == store.name)
+            mine["tasks"]["answer"]["oldest_age_s"] = 10.0 * (number + 1)
+        tasks = next(each for each in sections_of(snapshots, [store.name]) if each.title == "tasks")
+        names = [column.name for column in tasks.columns]
+        lines = {(line.values[0], line.values[1]): dict(zip(names, line.values, strict=True)) for line in tasks.lines}
+        assert len(lines) == 3 * len(grpo.TASKS) and len(claim) == 1
+        total = lines[f"2 hosts:{store.name}", "answer"]
+        assert (total["done/s"], total["due"], total["claimed"], total["done"]) == (2.0 + 1.0, 4, 2, 4)
+        assert total["oldest"] == 20.0 and total["claimed by"].startswith("host1:") and str(os.getpid()) in str(total)
+        assert lines[f"host0:{store.name}", "answer"]["done/s"] == 2.0
+        assert "2 hosts:" not in str(sections_of(snapshots[:1], [store.name]))
+
+
+@pytest.mark.parametrize("claimed", [True, False])
+def test_a_replay_that_waits_for_a_task_names_it_and_its_claimer(store_name: Callable[[], str], claimed: bool) -> None:
+    with grpo.new_store(store_name()) as store, store.expect_writers():
+        grpo.insert(store, range(5))
+        grpo.work(store, "answer", store.claim("answer", 3, output="numpy"))
+        claim = store.claim("reward", 2, output="numpy") if claimed else None
+        with gt.Replay(store, gt.selection.Fifo(), 2, output="numpy"):
+            now = add_rates(None, take_snapshot())
+        figures = {"stores": [store.name], "waiting_s": 7.0, "batch_size": 2, "selection": "Fifo"}
+        replay = {"kind": "replay", "name": store.name, "figures": figures, "rates": {}}
+        now["processes"] = [{"pid": 7, "command": "learn", "age_s": 0.0, "period_s": 1.0, "objects": [replay]}]
+        now["stores"] = [each for each in now["stores"] if each["name"] == store.name]
+        (wait,) = (each for each in find_causes([now]) if each.level == "waits")
+        due, by = (1, [str(os.getpid())]) if claimed else (3, [])
+        assert f"for 7 s: its task 'reward' lags by 3 rows, {due} due and {3 - due} claimed" in wait.text
+        assert [each.rpartition("pid ")[2].rstrip(")") for each in wait.cause] == by
+        assert claim is None or len(claim) == 2

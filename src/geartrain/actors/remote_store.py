@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from geartrain.actors.remote_tasks import RemoteReader, RemoteRows
 from geartrain.actors.store_server import pack, unpack
 from geartrain.core.arguments import (
     check_choice,
@@ -44,12 +45,20 @@ from geartrain.errors import (
 from geartrain.replay.batch import Batch
 from geartrain.replay.fetch import ServedRows
 from geartrain.replay.fetch_plan import check_names_of
+from geartrain.replay.packed_batch import fetch_packed
 from geartrain.rpc.future import Future
 from geartrain.rpc.node import Node
 from geartrain.rpc.remote_objects import DROP, METHOD, Remote
+from geartrain.store.packed import check_output
+from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
+from geartrain.store.segment import plan_of_described
+from geartrain.store.tasked import Found, TaskedRows
+from geartrain.store.waiting_claims import Asked
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    import geartrain._native as _native
 
 #: By default calls wait as long as a local commit waits for the store's rate limiter.
 TIMEOUT_S = 600.0
@@ -57,7 +66,7 @@ TIMEOUT_S = 600.0
 _LOOK_EVERY_S = 0.1
 
 
-class RemoteStore(ServedRows):
+class RemoteStore(ServedRows, TaskedRows):
     """A store that a peer serves with `StoreServer`. Any thread may use it.
 
     Keys are the same on both sides: those that `insert` returns here, and those of a learner's batch there, name the
@@ -100,6 +109,9 @@ class RemoteStore(ServedRows):
         >>> server.close(); host.close(); learner.close(); store.close()
     """
 
+    name: str
+    id: int
+    capacity: int
     stopping: Callable[[], bool] | None = None
 
     def __init__(self, node: Node, peer: str, name: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -108,13 +120,17 @@ class RemoteStore(ServedRows):
         self.node, self.peer, self.name = node, check_text("peer", peer), check_text("the name of a store", name)
         self.timeout_s = timeout(timeout_s)
         about = self._call("describe")
-        self.id: int = about["id"]
-        self.fields = {
-            each: Field(tuple(shape), dtype, per_row=per_row)
-            for each, (shape, dtype, per_row) in about["fields"].items()
-        }
+        self.id = about["id"]
+        self.plan = None if about["plan"] is None else plan_of_described(about["plan"])
+        if self.plan is None:
+            described = about["fields"].items()
+            self.fields = {each: Field(tuple(shape), kind, per_row=once) for each, (shape, kind, once) in described}
+        else:
+            self.fields = dict(self.plan.fields)
+            self._rows = RemoteRows(node, self.peer, self.name, self.timeout_s, self.id, self.plan)
+            self.native = cast("_native.Store", self._rows)
         self.max_length: int = about["max_length"]
-        self.capacity: int = about["capacity"]
+        self.capacity = about["capacity"]
         self.per_step: bool = about["per_step"]
 
     def _call(self, what: str, *args: Any) -> Any:
@@ -135,10 +151,11 @@ class RemoteStore(ServedRows):
         self,
         fields: Mapping[str, Any],
         *,
-        lengths: ArrayLike | None = None,
+        lengths: ArrayLike | Mapping[str, ArrayLike] | None = None,
         priorities: ArrayLike | None = None,
         versions: ArrayLike | None = None,
         casting: Literal["no", "safe", "same_kind"] = "no",
+        timeout_s: float | None = None,
     ) -> Keys:
         """Inserts `n` rows and returns their keys.
 
@@ -146,11 +163,16 @@ class RemoteStore(ServedRows):
         `PeerUnreachableError` they were not.
 
         Args:
-            fields, lengths, priorities, versions, casting: as for `Store.insert`.
+            fields, lengths, priorities, versions, casting, timeout_s: as for `Store.insert`.
 
         Raises:
             ArgumentError: an argument does not fit the store. The other errors are those of `Store.insert`.
         """
+        if self.plan is not None:
+            within_s = INSERT_TIMEOUT_S if timeout_s is None else timeout(timeout_s)
+            return self._insert_spans(self.plan, fields, lengths, priorities, versions, 0, casting, within_s)
+        if timeout_s is not None:
+            raise ArgumentError("timeout_s= is the wait for room; this store evicts rows instead")
         if not isinstance(fields, Mapping):
             raise ArgumentError(f"insert takes a dict of arrays by field, found {type(fields).__name__}")
         given: dict[str, Any] = {"lengths": lengths, "priorities": priorities, "versions": versions}
@@ -211,6 +233,8 @@ class RemoteStore(ServedRows):
         check_choice("output", output, ("torch", "numpy"))
         check_choice("pad", pad, ("left", "right"))
         check_choice("on_stale", on_stale, ("raise", "drop"))
+        if self.plan is not None:
+            return self._fetch_packed(keys, fields, (window, ends, pad), output, on_stale)
         given: dict[str, Any] = {"fields": fields, "window": window, "pad": pad, "on_stale": on_stale}
         if fields is not None:
             check_names_of("fields", fields)
@@ -228,6 +252,62 @@ class RemoteStore(ServedRows):
             return Batch(arrays, unpack(found["keys"]), *rest)
 
         return wait
+
+    def _fetch_packed(
+        self, keys: Keys, fields: Sequence[str] | None, placed: tuple[Any, ...], output: str, on_stale: Any
+    ) -> Callable[[], Batch]:
+        assert self.plan is not None
+        if placed != (None, None, "left"):
+            raise ArgumentError(
+                f"the store {self.name!r} has axes, strings or tasks: its rows are read whole. Leave out window, ends "
+                f"and pad"
+            )
+        if fields is not None:
+            check_names_of("fields", fields)
+        batch = fetch_packed(self.packed_reader, self.plan, keys, fields, check_output(output), on_stale)
+        return lambda: batch
+
+    # --- tasks ----------------------------------------------------------------------------------------------
+
+    def packed_reader(self, names: Sequence[str], axes: Sequence[str] = (), threads: int = 0) -> RemoteReader:
+        """Internal: reads fields of rows.
+
+        Args:
+            names, axes, threads: as for `PackedReader`.
+        """
+        assert self.plan is not None
+        self.plan.check_fields(names)
+        return RemoteReader(self._rows, self.plan, names, axes)
+
+    def one_row_writer(self, task: int, *, append: bool) -> None:
+        """Internal: rows are written by general calls.
+
+        Args:
+            task, append: as for `Store`.
+        """
+
+    def _insert_together(
+        self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float
+    ) -> Keys | int:
+        priorities, versions = of_rows
+        found = self._rows.insert(n, sources, table, priorities, versions, timeout_s)
+        return found if isinstance(found, int) else Keys.of_rows(*found, self.id)
+
+    def _claim_rows(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Found:
+        found: Found = self._rows.claim(asked, timeout_s, later, fields)
+        return found
+
+    async def _claim_rows_async(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Found:
+        found: Found = await self._rows.claim_async(asked, timeout_s, later, fields)
+        return found
+
+    def lag_before(self, number: int) -> str:
+        """Internal: as `Store.lag_before`.
+
+        Args:
+            number: of the task.
+        """
+        return self._rows.lag(number)
 
     def _as_output(self, name: str, value: Any, output: str) -> Any:
         dtype = DTYPES[self.fields[name].dtype]

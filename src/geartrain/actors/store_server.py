@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.actors.served_tasks import PeerCalls, PeerClaims, ServedTasks
 from geartrain.core.arguments import refuse_copies, shown
 from geartrain.core.dtypes import DTYPES
 from geartrain.core.keys import Keys
@@ -57,8 +58,7 @@ class StoreServer:
         name: name by which peers ask for it; the store's own by default.
 
     Raises:
-        ArgumentError: the node serves another store under that name, an argument is not a node or a store, or the store
-            has axes, strings or tasks.
+        ArgumentError: the node serves another store under that name, or an argument is not a node or a store.
         StoreClosedError: the store is closed.
 
     Examples:
@@ -83,7 +83,6 @@ class StoreServer:
             )
         if store.closed:
             raise StoreClosedError(f"the store {store.name!r} was closed")
-        store.check_plain("it cannot be served to other hosts yet")
         self.name = store.name if name is None else name
         if not isinstance(self.name, str) or not self.name:
             raise ArgumentError(f"a store is served under a name, found {name!r}")
@@ -95,12 +94,14 @@ class StoreServer:
         self._writers = store.expect_writers()
 
     def close(self) -> None:
-        """Stops serving: calls in flight end, later ones are refused. The store stays open."""
+        """Stops serving: calls in flight end, later ones are refused, loops over claims end. The store stays open."""
         self._writers.close()
         with _lock:
             served = _served.get(self.node, {})
             if served.get(self.name) is self._entry:
                 served.pop(self.name, None)
+        if self._entry.tasks is not None:
+            self._entry.tasks.close()
 
     def __enter__(self) -> Self:
         return self
@@ -120,6 +121,7 @@ class _Entry:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.tasks = None if store.plan is None else ServedTasks(store)
 
 
 _lock = threading.RLock()  # a signal's handler may come in between
@@ -154,12 +156,16 @@ def _called(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _store_of(caller: Caller, name: str) -> Store:
+    return _entry_of(caller, name).store
+
+
+def _entry_of(caller: Caller, name: str) -> _Entry:
     with _lock:
         served = dict(_served.get(caller.node, {}))
     if name not in served:
         known = ", ".join(map(repr, sorted(served))) or "none"
         raise LookupError(f"{caller.node.name!r} serves no store {shown(name)}; it serves {known}")
-    return served[name].store
+    return served[name]
 
 
 @_called("describe")
@@ -167,7 +173,24 @@ def _describe(caller: Caller, name: str) -> dict[str, Any]:
     store = _store_of(caller, name)
     fields = {each: (list(field.shape), field.dtype, field.per_row) for each, field in store.fields.items()}
     sizes = {"max_length": store.max_length, "capacity": store.capacity, "per_step": store.per_step}
-    return {"id": store.id, "name": store.name, "fields": fields, **sizes}
+    plan = None
+    if store.plan is not None:
+        about = store.native.describe()
+        plan = {what: about[what] for what in ("fields", "places", "axes", "tasks")}
+    return {"id": store.id, "name": store.name, "fields": fields, **sizes, "plan": plan}
+
+
+@_called("tasks")
+def _tasks(caller: Caller, name: str) -> tuple[int, int]:
+    entry = _entry_of(caller, name)
+    if entry.tasks is None:
+        raise ArgumentError(f"the store {entry.store.name!r} has neither axes nor strings nor tasks")
+
+    def check() -> None:
+        if _entry_of(caller, name) is not entry:
+            raise LookupError("another store is served under that name")
+
+    return caller.keep(PeerClaims(PeerCalls(entry.tasks, check))), entry.store.id
 
 
 @_called("figures")
@@ -179,6 +202,7 @@ def _figures(caller: Caller, name: str) -> tuple[int, dict[str, int]]:
 @_called("insert")
 def _insert(caller: Caller, name: str, fields: Mapping[str, Any], given: Mapping[str, Any]) -> PackedKeys:
     store = _store_of(caller, name)
+    store.check_plain("insert by a RemoteStore, which sends its rows packed")
     if store.limiter.state().enabled:
         about_to_wait()
     allowed = {"lengths", "priorities", "versions", "casting"}
@@ -207,6 +231,7 @@ def _fetch(caller: Caller, name: str, keys: PackedKeys, given: Mapping[str, Any]
     store = _store_of(caller, name)
     if not isinstance(given, dict) or not set(given) <= {"fields", "window", "ends", "pad", "on_stale"}:
         raise MessageError("a fetch has fields, window, ends, pad and on_stale")
+    store.check_plain("its rows are read packed")
     fields = given.get("fields")
     wanted = [each for each in store.fields if fields is None or each in fields]
     plain = all(DTYPES[store.fields[each].dtype].numpy_name is not None for each in wanted)

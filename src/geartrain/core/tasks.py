@@ -14,7 +14,7 @@ from typing import Any
 
 from geartrain.core.arguments import check_flag, did_you_mean, shown, some_of
 from geartrain.core.schema import KINDS, MAX_AXES, MAX_FIELDS, Field, check_fields, check_label, spanned_field
-from geartrain.errors import SchemaError
+from geartrain.errors import FieldError, SchemaError
 
 MAX_TASKS = 64
 _KEEP_PARTIAL, _REWRITABLE, _LAST = 1, 2, 4  # segment.h's TaskFlags
@@ -142,6 +142,33 @@ class RowPlan:
             return set()
         names = list(self.tasks)
         return {0, *(names.index(name) + 1 for name in _all_before(names[task - 1], self.tasks))}
+
+    def check_fields(self, names: Iterable[object]) -> None:
+        """Raises `FieldError` for names that are none of fields."""
+        for name in names:
+            if not isinstance(name, str) or name not in self.fields:
+                raise FieldError(
+                    f"the store has no field {shown(name)}; it has {some_of(self.fields)}"
+                    f"{did_you_mean(name, self.fields)}"
+                )
+
+    def readable(self, task: int) -> list[str]:
+        """Fields that are there when a task is due: those of the insert and of the tasks before."""
+        before = self.before(task)
+        return [name for name in self.fields if self.writer[name] in before]
+
+    def check_readable(self, task: int, name: object) -> None:
+        """Raises `FieldError` for what is no field, or one that may not be there when a task is due."""
+        label, known = list(self.tasks)[task - 1], self.readable(task)
+        if not isinstance(name, str) or name not in self.fields:
+            raise FieldError(
+                f"a claim of {label!r} has the fields {some_of(known)}, not {shown(name)}{did_you_mean(name, known)}"
+            )
+        if name not in known:
+            writer = list(self.tasks)[self.writer[name] - 1]
+            raise FieldError(
+                f"the field {name!r} may not be there yet: {label!r} does not come after {writer!r}, which writes it"
+            )
 
     def appended_axis(self, task: int) -> int:
         """Number of the axis that appends to a task extend; 0 if they cannot.

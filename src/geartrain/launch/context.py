@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +58,18 @@ _RETRY_EVERY_S = 0.05
 _ASK_S, _ASK_AGAIN_S = 5.0, 0.2
 #: Name of the role that serves stores to hosts without learners (placed_role.py).
 STORES = "store"
+
+
+def store_number(served: Sequence[int], hosts: Sequence[int], processes: int, host: int, local: int) -> int:
+    """Which of the served stores a process of a host without one uses: the role's processes are dealt in turn.
+
+    Args:
+        served: hosts with stores.
+        hosts, processes: of the process's role, and how many of them a host has.
+        host, local: of the process, and its number there.
+    """
+    away = [each for each in hosts if each not in served]
+    return (away.index(host) * processes + local) % len(served)
 
 
 @dataclass
@@ -313,8 +325,7 @@ class Context:
         """The store of one of the learners' hosts, for a process of a host without."""
         served = self._store_hosts()
         _, processes, hosts = self._spec.roles[self.role]
-        away = [host for host in hosts if host not in served]
-        number = (away.index(self.host) * processes + self._spec.local) % len(served)
+        number = store_number(served, hosts, processes, self.host, self._spec.local)
         return self._served_by(f"{STORES}-{number}", timeout_s)
 
     def _store_hosts(self) -> list[int]:
@@ -543,4 +554,5 @@ __all__ = [
     "CoordinatorStore",
     "ProcessSpec",
     "context",
+    "store_number",
 ]

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from geartrain.launch.job_process import JobProcess
+from geartrain.launch.job_store import rows_of
 from geartrain.launch.metrics import ProcessMetrics
 from geartrain.store.store import Store
 
@@ -128,7 +129,7 @@ class Display:
         """Shows the current state."""
         words = [_line_text(line) for line in lines_of(view)]
         if view.store is not None:
-            words.append(f"store {len(view.store):,} rows")
+            words.append(f"store {rows_of(view.store)}")
         self.say(f"{view.elapsed_s:.0f} s | " + " | ".join(words))
 
     def last(self, summary: Summary) -> None:
@@ -193,7 +194,7 @@ def table_of(job: str, view: JobView) -> Any:
         table.add_row(*row)
     if view.store is not None:
         store = view.store
-        caption = f"store: {len(store):,} of {store.capacity:,} rows"
+        caption = f"store: {rows_of(store)}, room for {store.capacity:,}"
         if store.limiter.state().enabled:
             caption += f"; {store.limiter.state()}"
         table.caption = caption

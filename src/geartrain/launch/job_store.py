@@ -16,6 +16,14 @@ from geartrain.launch.job import Job
 from geartrain.store.store import Store
 
 
+def rows_of(store: Store) -> str:
+    """How many rows a store has, in words; with tasks also those that cannot be drawn, or were drawn and are kept."""
+    if not store.tasks:
+        return f"{len(store):,} rows"
+    stats = store.stats()
+    return f"{len(store):,} rows to draw, {stats['under_way']:,} under way and {stats['kept']:,} kept"
+
+
 class JobStore:
     """The store of a job on this host. The launcher attaches once a process has made it.
 
@@ -41,7 +49,7 @@ class JobStore:
                 left.unlink()
             elif not users:
                 self._found = True
-                self._say(f"the store {name!r} was left with {len(left):,} rows, which are adopted")
+                self._say(f"the store {name!r} was left with {rows_of(left)}, which are adopted")
         if fresh and name in weights.names() and not weights.describe(name, trust=self._job.trust).in_use:
             weights.unlink(name)
 
@@ -64,13 +72,13 @@ class JobStore:
         self.attach(adopt=not self._found)  # all its processes may have ended since the last look
         if self.handle is not None:
             self.reap()
-            figures = {"selectable": len(self.handle), **self.handle.stats()}
+            figures, rows = {"selectable": len(self.handle), **self.handle.stats()}, rows_of(self.handle)
             if not keep:
                 self.handle.unlink()
             self.handle.close(keep=keep)
             if keep:
                 self._say(
-                    f"the store {name!r} stays with {figures['selectable']:,} rows: the next start adopts them, "
+                    f"the store {name!r} stays with {rows}: the next start adopts them, "
                     f"`geartrain remove {name}` removes it"
                 )
             self.handle = None

@@ -12,10 +12,11 @@ process does not depend on a learner, so it keeps serving while learners restart
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from geartrain.errors import ArgumentError
-from geartrain.launch.context import STORES
+from geartrain.launch.context import STORES, store_number
 from geartrain.launch.job import Job, Role
 
 #: Target of the processes of the role "store", and how often the processes of a host may die.
@@ -51,7 +52,8 @@ def place(job: Job, hosts: int) -> list[PlacedRole]:
 
     Raises:
         ArgumentError: a role is to run on a host that is not there; a host has nothing to run; learners of several
-            hosts are to be restarted; a role has the name of the store servers.
+            hosts are to be restarted; a role has the name of the store servers; a task has processes for the stores of
+            some hosts only.
     """
     placed = [PlacedRole(role, job.hosts_of(role, hosts)) for role in job.roles]
     idle = sorted(set(range(hosts)).difference(*(each.hosts for each in placed)))
@@ -68,6 +70,7 @@ def place(job: Job, hosts: int) -> list[PlacedRole]:
             f"role {learner.role.name!r}: learners can be restarted on one host only (max_restarts), but "
             f"these run on {len(learner.hosts)}"
         )
+    _check_tasks(job, placed, learner.hosts)
     users = [each for each in placed if each.role.kind in ("actor", "worker", "other")]
     away = [each for each in users if set(each.hosts) - set(learner.hosts)]
     if away or job.serve_stores:
@@ -79,6 +82,28 @@ def place(job: Job, hosts: int) -> list[PlacedRole]:
         servers = Role(STORES, SERVE_STORE, kind="agent", max_restarts=STORE_RESTARTS, silent_s=_SILENT_S)
         placed.append(PlacedRole(servers, learner.hosts))
     return placed
+
+
+def _check_tasks(job: Job, placed: Sequence[PlacedRole], served: Sequence[int]) -> None:
+    """Refuses tasks that some hosts' stores have no process for: their rows would never be done."""
+    tasks: dict[str, list[PlacedRole]] = {}
+    for each in placed:
+        if each.role.kind == "worker" and each.role.args["store"] in ("", job.name):
+            tasks.setdefault(each.role.args["task"], []).append(each)
+    for task, workers in tasks.items():
+        reached = {
+            host if host in served else served[store_number(served, each.hosts, each.role.processes, host, local)]
+            for each in workers
+            for host in each.hosts
+            for local in range(each.role.processes)
+        }
+        missing = sorted(set(served) - reached)
+        if missing:
+            names = ", ".join(repr(each.role.name) for each in workers)
+            raise ArgumentError(
+                f"job {job.name!r}: no process does the task {task!r} for the store of host "
+                f"{', '.join(map(str, missing))}: raise processes or hosts of role {names}"
+            )
 
 
 __all__ = ["SERVE_STORE", "PlacedRole", "place"]

@@ -144,7 +144,8 @@ def fetch(
         if fields is not None:
             check_names_of("fields", fields)
         keys.check_store(store.id, store.name)
-        return fetch_packed(store, store.plan, keys, fields, check_output(output), default_threads(threads), on_stale)
+        reader_of = functools.partial(store.packed_reader, threads=default_threads(threads))
+        return fetch_packed(reader_of, store.plan, keys, fields, check_output(output), on_stale)
     if isinstance(store, Store) and out is None and ends is None and starts is None and path == "auto":
         found = _fetch_plainly(store, keys, fields, window, pad, output, threads)
         if found is not None:

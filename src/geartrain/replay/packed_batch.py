@@ -24,7 +24,7 @@ from geartrain.replay.native_batch import keys_of
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Selection, strategies_of
 from geartrain.selection.strategy import ORDERS, traits_of
-from geartrain.store.packed import AxisBounds, PackedFields, PackedReader, PackedValues
+from geartrain.store.packed import AxisBounds, PackedFields, PackedValues, RowReader, check_ready
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _made(
 
 
 def packed_batch(
-    reader: PackedReader,
+    reader: RowReader,
     output: str,
     found: PackedValues,
     keys: Keys,
@@ -229,7 +229,7 @@ def packed_batch(
 
 
 def sampled_packed(
-    reader: PackedReader,
+    reader: RowReader,
     output: str,
     found: _native.PackedArrays,
     rows: _native.SampledBatch,
@@ -252,7 +252,7 @@ def sampled_packed(
 
 
 def repeated_packed(
-    reader: PackedReader,
+    reader: RowReader,
     output: str,
     found: _native.PackedArrays,
     keys: Keys,
@@ -284,15 +284,18 @@ def _numbered(keys: Keys, store_id: int, of_job: bool) -> Keys:
 
 
 def fetch_packed(
-    store: Store,
+    reader_of: Callable[[Sequence[str]], RowReader],
     plan: RowPlan,
     keys: Keys,
     fields: Sequence[str] | None,
     output: str,
-    threads: int,
     on_stale: Literal["raise", "drop"],
 ) -> PackedBatch:
     """`geartrain.fetch` of a store with axes or tasks; see there.
+
+    Args:
+        reader_of: makes the reader of fields, by their names.
+        plan, keys, fields, output, on_stale: of the store, and as for `geartrain.fetch`.
 
     Raises:
         FieldError: a task that writes one of the fields is not done for some of the rows.
@@ -300,13 +303,13 @@ def fetch_packed(
     names = list(plan.fields) if fields is None else list(fields)
     if not names or len(set(names)) != len(names):
         raise ArgumentError(f"name each field once, and at least one; found {names}")
-    reader = PackedReader(store.native, plan, names, threads=threads)
+    reader = reader_of(names)
     while True:
         found = reader.read(keys)
         torn = found.torn()
         if not torn.any():
             return packed_batch(reader, output, found, keys, found.versions())
-        reader.check_ready(keys, found)
+        check_ready(reader, keys, found)
         if on_stale == "raise":
             raise StaleKeyError(
                 f"{int(torn.sum())} of {len(keys)} keys are stale: their rows were dropped or freed "

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.arguments import (
     check_flag,
-    did_you_mean,
     refuse_copies,
     shown,
     some_of,
@@ -26,8 +25,7 @@ from geartrain.core.arguments import (
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, FieldError, GeartrainError, StaleClaimError, WaitTimeoutError
-from geartrain.store.handle import StoreHandle
-from geartrain.store.packed import AxisBounds, PackedFields, PackedReader
+from geartrain.store.packed import AxisBounds, PackedFields, ReadValues, RowReader
 from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
 from geartrain.store.span_values import Source, check_names, collect
 
@@ -44,6 +42,23 @@ class Versioned(Protocol):
     def version(self) -> int | None:
         """The version now; None: there is none yet."""
         ...
+
+
+class ClaimedStore(Protocol):
+    """The store of a claim: one of this host, or a peer's."""
+
+    plan: RowPlan | None
+    native: _native.Store
+
+    @property
+    def id(self) -> int:
+        """The store's id, which keys carry."""
+
+    def packed_reader(self, names: Sequence[str], axes: Sequence[str] = (), threads: int = 0) -> RowReader:
+        """Reads fields of rows."""
+
+    def one_row_writer(self, task: int, *, append: bool) -> _native.OneRowWriter | None:
+        """Writes single rows of a task by one native call; None: there is no such writer."""
 
 
 #: Who says which version of the policy works on a claim; None: the store's clock.
@@ -290,6 +305,7 @@ class Claim(PackedFields):
 
     Args:
         store, task, found, output: set by the store.
+        read: fields of the rows that were read with the claim, and their values.
 
     Attributes:
         keys: the rows' keys. They stay valid until the rows are freed.
@@ -308,7 +324,12 @@ class Claim(PackedFields):
     """
 
     def __init__(
-        self, store: StoreHandle, task: int, found: tuple[NDArray[Any], ...] | None, output: str = "torch"
+        self,
+        store: ClaimedStore,
+        task: int,
+        found: tuple[NDArray[Any], ...] | None,
+        output: str = "torch",
+        read: tuple[Sequence[str], ReadValues] | None = None,
     ) -> None:
         assert store.plan is not None
         self._plan: RowPlan = store.plan
@@ -330,6 +351,8 @@ class Claim(PackedFields):
         self._shown: dict[str, Any] = {}
         self._bounds: dict[str, AxisBounds] = {}
         self._lost = np.zeros(len(rows), bool)  # rows whose values are zeros
+        if read is not None:
+            self.show(read[0], read[1], read[0])
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copies(self, "it belongs to the process that made it; pass on the values that you read")
@@ -365,20 +388,8 @@ class Claim(PackedFields):
     # --- reading ----------------------------------------------------------------------------------------------
 
     def _read(self, names: Sequence[str]) -> None:
-        before = self._plan.before(self._number)
         for name in names:
-            if not isinstance(name, str) or name not in self._plan.fields:
-                known = [each for each in self._plan.fields if self._plan.writer[each] in before]
-                raise FieldError(
-                    f"a claim of {self.task!r} has the fields {some_of(known)}, not {shown(name)}"
-                    f"{did_you_mean(name, known)}"
-                )
-            if self._plan.writer[name] not in before:
-                writer = list(self._plan.tasks)[self._plan.writer[name] - 1]
-                raise FieldError(
-                    f"the field {name!r} may not be there yet: {self.task!r} does not come after {writer!r}, which "
-                    f"writes it"
-                )
+            self._plan.check_readable(self._number, name)
         self.show(names, self._found(names), names)
 
     def _read_axis(self, axis: str) -> None:
@@ -396,7 +407,7 @@ class Claim(PackedFields):
         """What was read of the rows; zeros of those that are gone."""
         if not self._native.closed:
             self._check_process()
-        reader = PackedReader(self._native, self._plan, names, axes)
+        reader = self._store.packed_reader(names, axes)
         found = reader.read(self.keys)
         torn = found.torn().astype(bool)
         if not torn.any():
@@ -572,11 +583,13 @@ class Claim(PackedFields):
         Raises:
             StaleClaimError, WaitTimeoutError: as `put`.
         """
+        writer = self._store.one_row_writer(self._number, append=append)
+        if writer is None:
+            return False
         one = slice(i, i + 1)
         (row,), (generation,), (claim,) = (
             each[one].tolist() for each in (self.keys.row, self.keys.generation, self._claims)
         )
-        writer = self._store.one_row_writer(self._number, append=append)
         wrote = writer.write(given, row, generation, claim, self._lengths[i], item, timeout(timeout_s))
         if wrote == _STALE:
             raise self._stale(i)
@@ -714,7 +727,7 @@ class _WithZeros:
         self,
         plan: RowPlan,
         names: Sequence[str],
-        found: _native.PackedArrays,
+        found: ReadValues,
         torn: NDArray[np.bool_],
         lengths: NDArray[np.uint32],
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from geartrain.core.shared_files import Trust
 from geartrain.core.tasks import Task
 from geartrain.errors import ArgumentError, SchemaError, StoreClosedError
 from geartrain.store.columns import Columns
+from geartrain.store.packed import PackedReader
 from geartrain.store.rate_limiter import RateLimiter
 from geartrain.store.segment import plan_of_segment, remover_of, schema_of_segment
 from geartrain.store.writers import ExpectedWriters, Writers
@@ -123,6 +125,15 @@ class StoreHandle:
             found = _native.OneRowWriter(self.native, task, axis, names, numbers)
             self._one_row_writers[task, append] = found
         return found
+
+    def packed_reader(self, names: Sequence[str], axes: Sequence[str] = (), threads: int = 0) -> PackedReader:
+        """Internal: reads fields of rows of a store with axes or tasks.
+
+        Args:
+            names, axes, threads: as for `PackedReader`.
+        """
+        assert self.plan is not None
+        return PackedReader(self.native, self.plan, names, axes, threads)
 
     def check_plain(self, what: str) -> None:
         """Internal: raises `ArgumentError` if the store has axes, strings or tasks, for which `what` does not exist.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import did_you_mean, shown, some_of
+from geartrain.core.arguments import shown, some_of
 from geartrain.core.dtypes import DTYPES, as_tensor, numpy_dtype
 from geartrain.core.extras import require_torch
 from geartrain.core.keys import Keys
@@ -61,6 +61,33 @@ class PackedValues(Protocol):
         ...
 
 
+class ReadValues(PackedValues, Protocol):
+    """The same with what was not there."""
+
+    def torn(self) -> NDArray[np.uint8]:
+        """(n,) not 0 for rows that are gone or have not all fields; they have no values."""
+        ...
+
+    def unready(self) -> NDArray[np.uint8]:
+        """(n,) of rows that have not all fields, the number of a task that has not written one, plus 1."""
+        ...
+
+    def versions(self) -> NDArray[np.int64]:
+        """(n,) the rows' versions."""
+        ...
+
+
+class RowReader(Protocol):
+    """Reads fields of rows: a `PackedReader`, or one of a peer's store."""
+
+    names: tuple[str, ...]
+    plan: RowPlan
+
+    def read(self, keys: Keys) -> ReadValues:
+        """The fields of rows."""
+        ...
+
+
 class PackedReader:
     """Reads fields of rows, for higher layers. Any thread.
 
@@ -75,12 +102,8 @@ class PackedReader:
     def __init__(
         self, native: _native.Store, plan: RowPlan, names: Sequence[str], axes: Sequence[str] = (), threads: int = 0
     ) -> None:
-        places = {name: number for number, name in enumerate(plan.fields)}
-        for name in names:
-            if name not in places:
-                raise FieldError(
-                    f"the store has no field {shown(name)}; it has {some_of(places)}{did_you_mean(name, places)}"
-                )
+        plan.check_fields(names)
+        places = plan.field_numbers
         self.names = tuple(names)
         self.plan = plan
         self.native = _native.PackedReader(
@@ -91,18 +114,19 @@ class PackedReader:
         """The fields of rows. `torn` of the result tells rows that are gone, `unready` why a row has not all fields."""
         return self.native.read(keys.row, keys.generation)
 
-    def check_ready(self, keys: Keys, found: _native.PackedArrays) -> None:
-        """Raises `FieldError` where a task has not written what was to be read."""
-        unready = found.unready()
-        rows = np.flatnonzero(unready)
-        if not len(rows):
-            return
-        task = list(self.plan.tasks)[int(unready[rows[0]]) - 2]
-        fields = [name for name in self.names if self.plan.writer[name] == int(unready[rows[0]]) - 1]
-        raise FieldError(
-            f"the task {task!r} is not done for {len(rows)} of {len(keys)} rows (first: row {keys.row[rows[0]]}), so "
-            f"that they have no {some_of(map(repr, fields))} yet: read other fields, or wait until it is done"
-        )
+
+def check_ready(reader: RowReader, keys: Keys, found: ReadValues) -> None:
+    """Raises `FieldError` where a task has not written what was to be read."""
+    unready = found.unready()
+    rows = np.flatnonzero(unready)
+    if not len(rows):
+        return
+    task = list(reader.plan.tasks)[int(unready[rows[0]]) - 2]
+    fields = [name for name in reader.names if reader.plan.writer[name] == int(unready[rows[0]]) - 1]
+    raise FieldError(
+        f"the task {task!r} is not done for {len(rows)} of {len(keys)} rows (first: row {keys.row[rows[0]]}), so "
+        f"that they have no {some_of(map(repr, fields))} yet: read other fields, or wait until it is done"
+    )
 
 
 class PackedFields(ABC):
@@ -640,8 +664,11 @@ __all__ = [
     "PackedFields",
     "PackedReader",
     "PackedValues",
+    "ReadValues",
+    "RowReader",
     "SelectedFields",
     "as_bounds",
     "check_output",
+    "check_ready",
     "spread",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import geartrain._native as _native
 from geartrain.core.arguments import (
@@ -286,8 +286,11 @@ def _span_bytes(plan: RowPlan | None, span_bytes: int | None) -> int:
 def plan_of_segment(native: _native.Store) -> RowPlan | None:
     """The axes and tasks of a store, with all its fields; None if it has neither."""
     about = native.describe()
-    if "axes" not in about:
-        return None
+    return plan_of_described(about) if "axes" in about else None
+
+
+def plan_of_described(about: Mapping[str, Any]) -> RowPlan:
+    """The same of what the native store, or a peer, says of it: `fields`, `places`, `axes` and `tasks`."""
     plain_fields, _ = fields_of_stored(
         (name, dtype_of_code(code), timed, shape) for name, code, shape, timed in about["fields"]
     )

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from geartrain.core.arguments import check_whole, default_threads, shown, some_of, timeout, whole_number
+import geartrain._native as _native
+from geartrain.core.arguments import check_texts, check_whole, default_threads, shown, some_of, timeout, whole_number
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, NoSpaceError, SchemaError, StoreClosedError, WaitTimeoutError
 from geartrain.store.claims import REWRITE, Claim, Version, check_version, timed_out, version_of, write_rows
 from geartrain.store.columns import as_column
 from geartrain.store.insert import CASTINGS, Casting
-from geartrain.store.packed import check_output
+from geartrain.store.packed import ReadValues, RowReader, check_output
 from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
 from geartrain.store.span_values import check_names, collect, lengths_given, part_of
 from geartrain.store.waiting_claims import Asked, claim_later
 from geartrain.store.writable import WritableStore
 
 Output = Literal["torch", "numpy"]
+#: What `claim_rows` of the native store returns; fields that were read with the rows, and their values.
+Found: TypeAlias = tuple[Any, "tuple[Sequence[str], ReadValues] | None"]
 #: An idle loop tells after so many seconds what it waits for, and then at four times the time each.
 FIRST_WORD_S = 10.0
 #: Rows that are inserted together at most, all or none.
@@ -31,67 +34,49 @@ _PIECE = 1024
 _FOREVER_S = 1e9
 
 
-class TaskedStore(WritableStore):
-    """A handle whose rows may pass through tasks. Users have its subclass `Store`."""
+class TaskedRows:
+    """Inserts, claims and figures of a store with axes or tasks, of this host or of a peer.
 
-    def insert(
-        self,
-        fields: Mapping[str, Any],
-        *,
-        lengths: ArrayLike | Mapping[str, ArrayLike] | None = None,
-        priorities: ArrayLike | None = None,
-        versions: ArrayLike | None = None,
-        threads: int | None = None,
-        casting: Casting = "no",
-        timeout_s: float | None = None,
-    ) -> Keys:
-        """Copies `n` rows into the store and returns their keys.
+    `native` does the work. A peer's store has an object with the same calls in its place.
+    """
 
-        In a store with axes, strings or tasks no row is evicted to make room: the insert waits until rows are freed.
+    native: _native.Store
+    plan: RowPlan | None
+    if TYPE_CHECKING:
 
-        Args:
-            fields: for every field of the store an array or tensor (n, t, ...) of its dtype, t up to `max_length`. A
-                `per_row` field is (n, ...). With tasks, the fields of the insert. One with an axis takes a list of n
-                arrays (m, ...), one for each row; or one array with the values of all rows, and `lengths`. `Text` and
-                `Bytes` take lists of strings, and with an axis a list of strings for each row.
-            lengths: (n,) steps of each row; t by default. In a store with axes: (n,) items of the insert's axis in each
-                row, or a dict of such arrays by axis.
-            priorities: (n,) finite and >= 0; by default the store's `new_priority`.
-            versions: (n,) integers; 0 by default, and with tasks the store's clock.
-            threads: threads that copy; by default up to 4 of the cores this process may use.
-            casting: conversions to the fields' dtypes that are allowed, as in NumPy: "no", "safe" (int16 to float32) or
-                "same_kind" (float64 to float32). Lists of Python's numbers are converted if they fit.
-            timeout_s: longest wait for room in a store with axes or tasks, in seconds; 600 by default.
+        @property
+        def name(self) -> str:
+            """Name of the store."""
 
-        Raises:
-            SchemaError: an array has another shape or dtype than its field. Nothing is written.
-            FieldError: a field is missing, or the store has no such field. Nothing is written.
-            StoreFullError: too many blocks are being written, or more rows than `limiter.set(in_flight=)` allows.
-            WaitTimeoutError: no room within `timeout_s`, or too many rows in flight. The message says how many rows are
-                under way, due and kept.
-            NoSpaceError: the rows are larger than all of `span_bytes`.
-            ArgumentError: `timeout_s` for a store that evicts rows and does not wait.
+        @property
+        def id(self) -> int:
+            """Its id, which keys carry."""
 
-        Cost: one copy, which bypasses the cache if it is large. A call takes about 2 us for C-contiguous NumPy arrays
-        of the fields' dtypes without lengths, priorities and versions, and about 10 us otherwise. More than 1024 rows,
-        or half the store's, or more than may be in flight at the moment, are inserted in several parts. Each part is
-        atomic.
-        """
-        if self.plan is None:
-            if timeout_s is not None:
-                raise ArgumentError("timeout_s= is the wait for room; this store evicts rows instead")
-            return super().insert(
-                fields,
-                lengths=lengths,  # type: ignore[arg-type]  # a mapping is refused there
-                priorities=priorities,
-                versions=versions,
-                threads=threads,
-                casting=casting,
-            )
-        within_s = INSERT_TIMEOUT_S if timeout_s is None else timeout(timeout_s)
-        return self._insert_spans(
-            self.plan, fields, lengths, priorities, versions, default_threads(threads), casting, within_s
-        )
+        @property
+        def capacity(self) -> int:
+            """Number of rows that fit."""
+
+        def __len__(self) -> int: ...
+
+        def packed_reader(self, names: Sequence[str], axes: Sequence[str] = (), threads: int = 0) -> RowReader:
+            """Internal: reads fields of rows."""
+
+        def one_row_writer(self, task: int, *, append: bool) -> _native.OneRowWriter | None:
+            """Internal: writes single rows of a task."""
+
+        def _insert_together(
+            self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float
+        ) -> Keys | int:
+            """Inserts rows, all or none; returns how many to insert first if fewer of them may be in flight now."""
+
+        def _claim_rows(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Found:
+            """Claims rows; `later`: `say_version` follows. `fields`: to be read with them, of another host."""
+
+        async def _claim_rows_async(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Found:
+            """The same without blocking the event loop."""
+
+        def lag_before(self, number: int) -> str:
+            """Internal: which task keeps rows from becoming due for a task, in words."""
 
     def _insert_spans(
         self,
@@ -142,41 +127,6 @@ class TaskedStore(WritableStore):
                 size = found
         return Keys.join(inserted)
 
-    def _insert_together(
-        self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float
-    ) -> Keys | int:
-        """Inserts rows, all or none; returns how many to insert first if fewer of them may be in flight now.
-
-        The batch whose end makes places may need these, so the others alone wait.
-        """
-        self.limiter.admit_inserts(n, timeout_s)
-        try:
-            priorities, versions = of_rows
-            found = self.native.insert_with_spans(n, sources, table, priorities, versions, threads, timeout_s)
-            if found is None:
-                raise self._waited_for_room(n, timeout_s)
-        except BaseException:
-            self.limiter.give_back(inserts=n)
-            raise
-        if isinstance(found, int):
-            self.limiter.give_back(inserts=n)
-            return found
-        return Keys.of_rows(*found, self.id)
-
-    def _waited_for_room(self, n: int, timeout_s: float) -> WaitTimeoutError:
-        """The error of an insert that timed out: which limit it waited for, and by what that is reached."""
-        what, state = f"{n} rows could not be inserted within {timeout_s:g} s", self.limiter.state()
-        if state.most_in_flight is None or (state.in_flight or 0) + n <= state.most_in_flight:
-            return timed_out(self.native, what)
-        figures = self.native.task_figures()
-        due = [f"{name!r} {its['due'] + its['claimed']}" for name, its in list(self.task_stats().items())[:-1]]
-        return WaitTimeoutError(
-            f"{what}: {state.in_flight} rows are in flight, and the limiter lets {state.most_in_flight} be: "
-            f"{figures['under_way']} are under way (due and claimed: {', '.join(due) or 'none'}), {len(self)} wait to "
-            f"be drawn, the others are being inserted or in batches that are not finished. Start processes for what "
-            f"lags, or raise limiter.set(in_flight=)"
-        )
-
     def finish(self) -> None:
         """Says that no more rows will be inserted.
 
@@ -201,6 +151,7 @@ class TaskedStore(WritableStore):
         timeout_s: float | None = None,
         output: Output = "torch",
         version: Version = None,
+        fields: Sequence[str] | None = None,
     ) -> Iterator[Claim]:
         """Claims due rows of a task again and again: a loop over claims, oldest rows first.
 
@@ -221,12 +172,15 @@ class TaskedStore(WritableStore):
             version: version of the policy that this process works with, for staleness: a number, an object with
                 `version` such as a `weights.Reader`, or a function. It is asked at each claim. By default, and where it
                 is None, `clock`. See `batch.version`.
+            fields: fields that a claim of a peer's store brings along; by default all that the task may read. Other
+                fields are read when they are asked for, as all are in a store of this host.
 
         Returns:
             An iterator over claims.
 
         Raises:
             SchemaError: the store has no such task or axis, or it is the last task.
+            FieldError: `fields` has one that the store has not, or that may not be there yet.
             ArgumentError: `n` or `max_items` is not a whole number above zero, or `version` is none.
             WaitTimeoutError: no row was due within `timeout_s`. The message names the task that lags, by how many rows,
                 and who holds the oldest claim.
@@ -246,14 +200,15 @@ class TaskedStore(WritableStore):
         number, most, items, axis = self._asked(task, n, max_items, of)
         limit_s = None if timeout_s is None else timeout(timeout_s)
         self.native.task_figures()  # a closed store refuses at once
-        return self._claims((number, most, items, axis), task, limit_s, check_output(output), check_version(version))
+        brought = self._brought(number, fields)
+        return self._claims((number, most, items, axis), limit_s, check_output(output), check_version(version), brought)
 
     def _claims(
-        self, asked: Asked, task: str, timeout_s: float | None, output: str, version: Version
+        self, asked: Asked, timeout_s: float | None, output: str, version: Version, fields: Sequence[str]
     ) -> Iterator[Claim]:
         while True:
             try:
-                found = self._wait_for_due(asked, task, timeout_s, output, version)
+                found = self._wait_for_due(asked, timeout_s, output, version, fields)
             except StoreClosedError:
                 return
             if found is None:
@@ -271,13 +226,14 @@ class TaskedStore(WritableStore):
         timeout_s: float = 0.0,
         output: Output = "torch",
         version: Version = None,
+        fields: Sequence[str] | None = None,
     ) -> Claim:
         """Claims due rows of a task once.
 
         Release what you do not put or drop, or use the claim as a context manager, which does it at its end.
 
         Args:
-            task, n, max_items, of, output, version: as in `claims`.
+            task, n, max_items, of, output, version, fields: as in `claims`.
             timeout_s: longest wait for a due row, in seconds. 0 does not wait.
 
         Returns:
@@ -290,7 +246,8 @@ class TaskedStore(WritableStore):
         number, most, items, axis = self._asked(task, n, max_items, of)
         output = check_output(output)
         later = check_version(version) is not None
-        found = self.native.claim_rows(number, most, items, axis, timeout(timeout_s), later)
+        brought = self._brought(number, fields)
+        found = self._claim_rows((number, most, items, axis), timeout(timeout_s), later, brought)
         return self._claimed(number, found, output, version)
 
     async def claim_async(
@@ -303,13 +260,14 @@ class TaskedStore(WritableStore):
         timeout_s: float | None = None,
         output: Output = "torch",
         version: Version = None,
+        fields: Sequence[str] | None = None,
     ) -> Claim:
         """Claims due rows of a task once, without blocking the event loop meanwhile.
 
         All calls of a process share one thread that waits. A call that is cancelled releases what it got.
 
         Args:
-            task, n, max_items, of, output, version: as in `claims`.
+            task, n, max_items, of, output, version, fields: as in `claims`.
             timeout_s: longest wait for a due row, in seconds; by default there is no limit.
 
         Returns:
@@ -323,14 +281,14 @@ class TaskedStore(WritableStore):
         limit_s = _FOREVER_S if timeout_s is None else timeout(timeout_s)
         output = check_output(output)
         later = check_version(version) is not None
-        found = self.native.claim_rows(number, most, items, axis, 0.0, later)
-        if found is None and limit_s > 0:
-            found = await claim_later(self.native, (number, most, items, axis), limit_s, later)
+        brought = self._brought(number, fields)
+        found = await self._claim_rows_async((number, most, items, axis), limit_s, later, brought)
         return self._claimed(number, found, output, version)
 
-    def _claimed(self, number: int, found: Any, output: str, version: Version) -> Claim:
+    def _claimed(self, number: int, found: Found, output: str, version: Version) -> Claim:
         """The claim of what was found; empty where nothing was. Says which version works on it."""
-        claim = Claim(self, number, found if isinstance(found, tuple) else None, output)
+        rows, read = found
+        claim = Claim(self, number, rows if isinstance(rows, tuple) else None, output, read)
         if version is not None and len(claim):
             try:
                 said = version_of(version)
@@ -443,36 +401,33 @@ class TaskedStore(WritableStore):
         | deaths | how often a claimer died |
         | set_back | how often its result was given up to make room for an older row |
 
-        `due` of the last task is the number of rows that a replay can draw.
+        `due` of the last task is the number of rows that a replay can draw, `done` how many were drawn.
         """
         plan = self._tasks_plan()
         figures = self.native.task_figures()["tasks"]
         found = {name: dict(each) for name, each in zip(plan.tasks, figures, strict=True)}
         if found:
-            found[list(found)[-1]]["due"] = len(self)
+            found[list(found)[-1]] |= {"due": len(self), "done": self.stats()["sampled"]}
         return found
-
-    def oldest_claim(self, task: str) -> tuple[int, float] | None:
-        """Internal: the process that has claimed the oldest row of a task, and seconds since that row's insert."""
-        found = self.native.oldest_claim(self._tasks_plan().number(task))
-        return None if found is None else (found[1], max(0.0, time.time() - found[2] / 1e9))
 
     # --- waits ----------------------------------------------------------------------------------------------
 
     def _wait_for_due(
-        self, asked: Asked, task: str, timeout_s: float | None, output: str, version: Version
+        self, asked: Asked, timeout_s: float | None, output: str, version: Version, fields: Sequence[str]
     ) -> Claim | None:
         """A claim of rows; None where none can become due any more."""
         number = asked[0]
+        task = list(self._tasks_plan().tasks)[number - 1]
         began_s = time.monotonic()
         word_s = FIRST_WORD_S
         while True:
             waited_s = time.monotonic() - began_s
             left_s = _FOREVER_S if timeout_s is None else max(0.0, timeout_s - waited_s)
-            found = self.native.claim_rows(*asked, min(left_s, max(0.0, word_s - waited_s)), version is not None)
-            if isinstance(found, tuple):
+            wait_s = min(left_s, max(0.0, word_s - waited_s))
+            found = self._claim_rows(asked, wait_s, version is not None, fields)
+            if isinstance(found[0], tuple):
                 return self._claimed(number, found, output, version)
-            if found is not None:
+            if found[0] is not None:
                 return None
             waited_s = time.monotonic() - began_s
             if timeout_s is not None and waited_s >= timeout_s:
@@ -491,6 +446,164 @@ class TaskedStore(WritableStore):
                     self.lag_before(number),
                 )
                 word_s *= 4
+
+    # --- checks ---------------------------------------------------------------------------------------------
+
+    def _tasks_plan(self) -> RowPlan:
+        if self.plan is None or not self.plan.tasks:
+            raise ArgumentError(f"the store {self.name!r} has no tasks: create it with tasks=")
+        return self.plan
+
+    def _brought(self, number: int, fields: Any) -> Sequence[str]:
+        """The fields that a claim brings along."""
+        plan = self._tasks_plan()
+        known = plan.readable(number)
+        if fields is None:
+            return known
+        names = check_texts("fields", fields)
+        for name in names:
+            plan.check_readable(number, name)
+        return tuple(dict.fromkeys(names))
+
+    def _asked(self, task: Any, n: Any, max_items: Any, of: Any) -> tuple[int, int, int, int]:
+        """Number of the task, most rows, most items (0: no limit) and number of their axis."""
+        plan = self._tasks_plan()
+        number = plan.number(task)
+        if number == len(plan.tasks):
+            raise SchemaError(f"the last task {task!r} has no claims: draw its rows with Replay, which frees them")
+        most = 1 if n is None else check_whole("n", n)
+        items = 0 if max_items is None else check_whole("max_items", max_items)
+        if most < 1 or (max_items is not None and items < 1):
+            raise ArgumentError(f"n and max_items are above zero, found n={shown(n)} and max_items={shown(max_items)}")
+        if max_items is None:
+            if of is not None:
+                raise ArgumentError(f"of={shown(of)} is the axis that max_items= counts, which is missing")
+            return number, min(most, self.capacity), 0, 0
+        known = [axis.name for axis in plan.axes if axis.owner in plan.before(number)]
+        if of is None:
+            if len(known) != 1:
+                raise ArgumentError(f"max_items= counts items of one axis: pass of= as one of {some_of(known)}")
+            of = known[0]
+        axis = plan.axis(of)
+        if of not in known:
+            raise ArgumentError(f"the length of {of!r} is not known before {task!r}; known are {some_of(known)}")
+        return number, self.capacity if n is None else min(most, self.capacity), min(items, 2**63 - 1), axis
+
+
+class TaskedStore(WritableStore, TaskedRows):
+    """A handle whose rows may pass through tasks. Users have its subclass `Store`."""
+
+    def insert(
+        self,
+        fields: Mapping[str, Any],
+        *,
+        lengths: ArrayLike | Mapping[str, ArrayLike] | None = None,
+        priorities: ArrayLike | None = None,
+        versions: ArrayLike | None = None,
+        threads: int | None = None,
+        casting: Casting = "no",
+        timeout_s: float | None = None,
+    ) -> Keys:
+        """Copies `n` rows into the store and returns their keys.
+
+        In a store with axes, strings or tasks no row is evicted to make room: the insert waits until rows are freed.
+
+        Args:
+            fields: for every field of the store an array or tensor (n, t, ...) of its dtype, t up to `max_length`. A
+                `per_row` field is (n, ...). With tasks, the fields of the insert. One with an axis takes a list of n
+                arrays (m, ...), one for each row; or one array with the values of all rows, and `lengths`. `Text` and
+                `Bytes` take lists of strings, and with an axis a list of strings for each row.
+            lengths: (n,) steps of each row; t by default. In a store with axes: (n,) items of the insert's axis in each
+                row, or a dict of such arrays by axis.
+            priorities: (n,) finite and >= 0; by default the store's `new_priority`.
+            versions: (n,) integers; 0 by default, and with tasks the store's clock.
+            threads: threads that copy; by default up to 4 of the cores this process may use.
+            casting: conversions to the fields' dtypes that are allowed, as in NumPy: "no", "safe" (int16 to float32) or
+                "same_kind" (float64 to float32). Lists of Python's numbers are converted if they fit.
+            timeout_s: longest wait for room in a store with axes or tasks, in seconds; 600 by default.
+
+        Raises:
+            SchemaError: an array has another shape or dtype than its field. Nothing is written.
+            FieldError: a field is missing, or the store has no such field. Nothing is written.
+            StoreFullError: too many blocks are being written, or more rows than `limiter.set(in_flight=)` allows.
+            WaitTimeoutError: no room within `timeout_s`, or too many rows in flight. The message says how many rows are
+                under way, due and kept.
+            NoSpaceError: the rows are larger than all of `span_bytes`.
+            ArgumentError: `timeout_s` for a store that evicts rows and does not wait.
+
+        Cost: one copy, which bypasses the cache if it is large. A call takes about 2 us for C-contiguous NumPy arrays
+        of the fields' dtypes without lengths, priorities and versions, and about 10 us otherwise. More than 1024 rows,
+        or half the store's, or more than may be in flight at the moment, are inserted in several parts. Each part is
+        atomic.
+        """
+        if self.plan is None:
+            if timeout_s is not None:
+                raise ArgumentError("timeout_s= is the wait for room; this store evicts rows instead")
+            return super().insert(
+                fields,
+                lengths=lengths,  # type: ignore[arg-type]  # a mapping is refused there
+                priorities=priorities,
+                versions=versions,
+                threads=threads,
+                casting=casting,
+            )
+        within_s = INSERT_TIMEOUT_S if timeout_s is None else timeout(timeout_s)
+        return self._insert_spans(
+            self.plan, fields, lengths, priorities, versions, default_threads(threads), casting, within_s
+        )
+
+    def _insert_together(
+        self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float
+    ) -> Keys | int:
+        """Inserts rows, all or none; returns how many to insert first if fewer of them may be in flight now.
+
+        The batch whose end makes places may need these, so the others alone wait.
+        """
+        self.limiter.admit_inserts(n, timeout_s)
+        try:
+            priorities, versions = of_rows
+            found = self.native.insert_with_spans(n, sources, table, priorities, versions, threads, timeout_s)
+            if found is None:
+                raise self._waited_for_room(n, timeout_s)
+        except BaseException:
+            self.limiter.give_back(inserts=n)
+            raise
+        if isinstance(found, int):
+            self.limiter.give_back(inserts=n)
+            return found
+        return Keys.of_rows(*found, self.id)
+
+    def _waited_for_room(self, n: int, timeout_s: float) -> WaitTimeoutError:
+        """The error of an insert that timed out: which limit it waited for, and by what that is reached."""
+        what, state = f"{n} rows could not be inserted within {timeout_s:g} s", self.limiter.state()
+        if state.most_in_flight is None or (state.in_flight or 0) + n <= state.most_in_flight:
+            return timed_out(self.native, what)
+        figures = self.native.task_figures()
+        due = [f"{name!r} {its['due'] + its['claimed']}" for name, its in list(self.task_stats().items())[:-1]]
+        return WaitTimeoutError(
+            f"{what}: {state.in_flight} rows are in flight, and the limiter lets {state.most_in_flight} be: "
+            f"{figures['under_way']} are under way (due and claimed: {', '.join(due) or 'none'}), {len(self)} wait to "
+            f"be drawn, the others are being inserted or in batches that are not finished. Start processes for what "
+            f"lags, or raise limiter.set(in_flight=)"
+        )
+
+    # --- claims ---------------------------------------------------------------------------------------------
+
+    def _claim_rows(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Found:
+        return self.native.claim_rows(*asked, timeout_s, later), None
+
+    async def _claim_rows_async(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Found:
+        found = self.native.claim_rows(*asked, 0.0, later)
+        if found is None and timeout_s > 0:
+            found = await claim_later(self.native, asked, timeout_s, later)
+        return found, None
+
+    # --- who watches ----------------------------------------------------------------------------------------
+
+    def oldest_claim(self, task: str) -> tuple[int, float] | None:
+        """Internal: the process that has claimed the oldest row of a task, and seconds since that row's insert."""
+        found = self.native.oldest_claim(self._tasks_plan().number(task))
+        return None if found is None else (found[1], max(0.0, time.time() - found[2] / 1e9))
 
     def lag_before(self, number: int) -> str:
         """Internal: which task keeps rows from becoming due for a task, and who holds its oldest claim, in words.
@@ -529,36 +642,5 @@ class TaskedStore(WritableStore):
             "inserted when the training loop asks for its next batch. Raise limiter.set(in_flight=) if a batch has more"
         )
 
-    # --- checks ---------------------------------------------------------------------------------------------
 
-    def _tasks_plan(self) -> RowPlan:
-        if self.plan is None or not self.plan.tasks:
-            raise ArgumentError(f"the store {self.name!r} has no tasks: create it with tasks=")
-        return self.plan
-
-    def _asked(self, task: Any, n: Any, max_items: Any, of: Any) -> tuple[int, int, int, int]:
-        """Number of the task, most rows, most items (0: no limit) and number of their axis."""
-        plan = self._tasks_plan()
-        number = plan.number(task)
-        if number == len(plan.tasks):
-            raise SchemaError(f"the last task {task!r} has no claims: draw its rows with Replay, which frees them")
-        most = 1 if n is None else check_whole("n", n)
-        items = 0 if max_items is None else check_whole("max_items", max_items)
-        if most < 1 or (max_items is not None and items < 1):
-            raise ArgumentError(f"n and max_items are above zero, found n={shown(n)} and max_items={shown(max_items)}")
-        if max_items is None:
-            if of is not None:
-                raise ArgumentError(f"of={shown(of)} is the axis that max_items= counts, which is missing")
-            return number, min(most, self.capacity), 0, 0
-        known = [axis.name for axis in plan.axes if axis.owner in plan.before(number)]
-        if of is None:
-            if len(known) != 1:
-                raise ArgumentError(f"max_items= counts items of one axis: pass of= as one of {some_of(known)}")
-            of = known[0]
-        axis = plan.axis(of)
-        if of not in known:
-            raise ArgumentError(f"the length of {of!r} is not known before {task!r}; known are {some_of(known)}")
-        return number, self.capacity if n is None else min(most, self.capacity), min(items, 2**63 - 1), axis
-
-
-__all__ = ["TaskedStore"]
+__all__ = ["TaskedRows", "TaskedStore"]

@@ -1,8 +1,9 @@
 """The thread that waits for due rows in the place of all `claim_async` calls of a process.
 
 A call tries once by itself. What it does not get it leaves to this thread, which begins with the first such call and
-ends with the last one. The thread sleeps until rows are due for a task, if all calls wait for one; else it looks at one
-task after the other every few milliseconds.
+ends with the last one. The calls for a task wait in a queue, and only the first of them looks for rows. So thousands of
+calls cost no more than one. The thread sleeps until rows are due, if all calls wait for one task; else it looks at one
+queue after the other every few milliseconds.
 """
 
 from __future__ import annotations
@@ -67,46 +68,69 @@ class _Waiter:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._lock = threading.Lock()
-        self._calls: deque[_Call] = deque()
+        self._queues: dict[tuple[int, int], deque[_Call]] = {}  # by store and task
         self._runs = False
+        self._swept_s = 0.0
 
     def add(self, call: _Call) -> None:
         with self._lock:
-            self._calls.append(call)
+            self._queues.setdefault((id(call.native), call.asked[0]), deque()).append(call)
             if not self._runs:
                 self._runs = True
                 DaemonThread(self._run, name="geartrain-claims").start()
 
     def _run(self) -> None:
         while True:
+            self._sweep()
             with self._lock:
-                waiting = [call for call in self._calls if not call.ended.is_set()]
-                self._calls = deque(waiting)
-                if not waiting:
+                queues = list(self._queues.values())
+                if not queues:
                     self._runs = False
                     return
-                self._calls.rotate(-1)  # another one waits in the next turn
-            tasks = {(id(call.native), call.asked[0]) for call in waiting}
-            for place, call in enumerate(waiting):
-                # Only the first one waits, and only where no other task could be missed meanwhile.
-                self._try(call, _LOOK_EVERY_S if place == 0 and len(tasks) == 1 else 0.0)
-            if len(tasks) > 1:
+            for queue in queues:
+                # A wait would miss rows of other tasks.
+                self._serve(queue, _LOOK_EVERY_S if len(queues) == 1 else 0.0)
+            if len(queues) > 1:
                 time.sleep(_LOOK_EVERY_S / 4)
 
-    def _try(self, call: _Call, wait_s: float) -> None:
-        if call.ended.is_set():
-            return
-        left_s = call.until_s - time.monotonic()
-        try:
-            found = call.native.claim_rows(*call.asked, max(0.0, min(wait_s, left_s)), call.later)
-        except BaseException as error:
-            call.ended.set()
-            call.tell(None, error)
-            return
-        if found is None and left_s > 0:
-            return
+    def _serve(self, queue: deque[_Call], wait_s: float) -> None:
+        """Hands due rows to the calls of a queue, first come, first served."""
+        while queue:
+            call = queue[0]
+            if not call.ended.is_set():
+                left_s = max(0.0, call.until_s - time.monotonic())
+                try:
+                    found = call.native.claim_rows(*call.asked, min(wait_s, left_s), call.later)
+                except BaseException as error:
+                    self._end(call, None, error)
+                else:
+                    if found is None:
+                        return
+                    self._end(call, found)
+            with self._lock:
+                queue.popleft()
+
+    def _end(self, call: _Call, found: Any, error: BaseException | None = None) -> None:
         call.ended.set()
-        call.tell(found)
+        call.tell(found, error)
+
+    def _sweep(self) -> None:
+        """Ends the calls whose time is over, and forgets those that have ended."""
+        now_s = time.monotonic()
+        if now_s - self._swept_s < _LOOK_EVERY_S:
+            return
+        self._swept_s = now_s
+        with self._lock:
+            for key, queue in list(self._queues.items()):
+                late = [call for call in queue if not call.ended.is_set() and call.until_s <= now_s]
+                for call in late:
+                    self._end(call, None)
+                if any(call.ended.is_set() for call in queue):
+                    kept = [call for call in queue if not call.ended.is_set()]
+                    queue.clear()
+                    queue.extend(kept)
+                if not queue:
+                    del self._queues[key]
 
 
 _waiter = _Waiter()

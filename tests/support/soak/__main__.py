@@ -16,8 +16,9 @@ from typing import Any
 from deadlines import patience
 
 from soak.figures import Sample, growths, sample
+from soak.roles import TASKS
 
-KILLED = ("actor", "actor", "second-rank")
+KILLED = ("actor", "actor", "second-rank", "loader", "answer")
 KILL_EVERY_S = 4.0
 SAMPLE_EVERY_S = 1.0
 
@@ -57,7 +58,9 @@ def run(folder: Path, segments: Path, seconds: float) -> dict[str, Any]:
         command = [sys.executable, "-m", "soak.roles", role, str(folder)]
         return subprocess.Popen(command, env=environment, text=True, **options)
 
+    os.environ["GEARTRAIN_DIR"] = str(segments)  # to look at the store with tasks
     learner = start("learner", stdout=subprocess.PIPE)
+    judge = start("judge")
     others = [start(role) for role in KILLED]
     samples: list[Sample] = []
     kills, ended = 0, 0
@@ -67,7 +70,7 @@ def run(folder: Path, segments: Path, seconds: float) -> dict[str, Any]:
             time.sleep(0.1)
         began_s = time.monotonic()
         while (now_s := time.monotonic() - began_s) < seconds and learner.poll() is None:
-            samples.append(sample(learner.pid, now_s, segments, folder / "journal"))
+            samples.append(sample((learner.pid, judge.pid), now_s, segments, folder / "journal", TASKS))
             if now_s > (kills + 1) * KILL_EVERY_S:
                 at = kills % len(KILLED)
                 ended += others[at].poll() is not None  # by itself, which nothing should make it
@@ -76,12 +79,13 @@ def run(folder: Path, segments: Path, seconds: float) -> dict[str, Any]:
                 others[at] = start(KILLED[at])
                 kills += 1
             time.sleep(SAMPLE_EVERY_S)
-        for process in others:  # first: the learner takes the store with it
+        ended += judge.poll() is not None
+        for process in (*others, judge):  # first: the learner takes the store with it
             process.kill()
             process.wait()
         told = last_words(learner, patience(120))
     finally:
-        for process in (learner, *others):
+        for process in (learner, judge, *others):
             process.kill()
             process.wait()
     return {
@@ -117,7 +121,9 @@ def show(found: dict[str, Any]) -> int:
     wrong += found["problems"]
     wrong += ["rows or sums were mixed"] if found["figures"].get("mixed") else []
     wrong += [f"{found['ended_by_themselves']} processes ended by themselves"] if found["ended_by_themselves"] else []
-    wrong += [f"no {name}" for name in ("batches", "all_reduces", "calls") if not found["figures"].get(name)]
+    wrong += [
+        f"no {name}" for name in ("batches", "all_reduces", "calls", "task_rows") if not found["figures"].get(name)
+    ]
     print("soak: " + ("; ".join(wrong) if wrong else "nothing grew"))
     return 1 if wrong else 0
 

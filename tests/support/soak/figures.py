@@ -1,17 +1,19 @@
-"""Figures of a process that should not grow, and whether they did."""
+"""Figures of processes and stores that should not grow, and whether they did."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+import geartrain as gt
+
 
 class Sample(NamedTuple):
-    """Of one instant: private memory, shared memory that is mapped, threads, open files, and files of segments."""
+    """Of one instant: private memory, shared memory that is mapped, threads, open files, files of segments, spans."""
 
     at_s: float
     private_mb: float
@@ -21,6 +23,7 @@ class Sample(NamedTuple):
     segments: int
     segments_mb: float
     journal_mb: float
+    spans_kb: float
 
 
 #: What a figure may grow by: a share of what it was, and so much more. Python's memory moves by arenas of 1 MB. Rings
@@ -33,6 +36,7 @@ ALLOWED = {
     "descriptors": (0.0, 4.0),
     "segments": (0.0, 1.0),
     "segments_mb": (0.01, 1.0),
+    "spans_kb": (0.1, 2.0),
 }
 #: A journal takes at most twice the living rows, two files of 64 MB and the one that is being written.
 JOURNAL_SHARE, JOURNAL_MB = 2.0, 3 * 67.2
@@ -48,19 +52,23 @@ class Growth:
     grew: bool
 
 
-def sample(pid: int, at_s: float, segments: Path, journal: Path) -> Sample:
-    """Looks at a process and two folders. Raises `OSError` where it has ended."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+def sample(pids: Sequence[int], at_s: float, segments: Path, journal: Path, tasks: str) -> Sample:
+    """Looks at processes, two folders, and the store with tasks. Raises `OSError` where a process has ended."""
+    texts = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+    statuses = [dict(line.split(":", 1) for line in text.splitlines() if ":" in line) for text in texts]
     files = sizes(segments)
+    with gt.Store.open(tasks, mode="r", adopt=True) as store:
+        stats = store.stats()
     return Sample(
         at_s,
-        int(status["RssAnon"].split()[0]) / 1024,
-        int(status["RssShmem"].split()[0]) / 1024,
-        int(status["Threads"]),
-        len(os.listdir(f"/proc/{pid}/fd")),
+        sum(int(status["RssAnon"].split()[0]) for status in statuses) / 1024,
+        sum(int(status["RssShmem"].split()[0]) for status in statuses) / 1024,
+        sum(int(status["Threads"]) for status in statuses),
+        sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
         len(files),
         sum(files) / 1e6,
         sum(sizes(journal)) / 1e6,
+        (stats["span_bytes"] - stats["free_span_bytes"]) / 1e3,
     )
 
 

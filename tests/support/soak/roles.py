@@ -1,7 +1,8 @@
-"""Processes of the soak: the learner, the second rank of its all-reduce, and actors."""
+"""Processes of the soak: the learner, the second rank of its all-reduce, actors, and those of a store with tasks."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpo
 import numpy as np
 
 import geartrain as gt
@@ -24,6 +26,10 @@ STORE, SECRET = "soak", b"of the soak"
 FIELDS = {"obs": gt.Field((64,), "float32"), "tag": gt.Field((), "int64", per_row=True)}
 STEPS, CAPACITY = 50, 2_000
 GRADIENT = 20_000
+#: A store with tasks: its rows in flight, and steps between two checkpoints.
+TASKS, IN_FLIGHT, SAVE_EVERY = "soak-tasks", 32, 10
+#: Rows are numbered up to here, and then from 0 again: float32 holds what is computed from smaller numbers.
+NUMBERS = 4096
 
 
 def learner(folder: Path) -> None:
@@ -31,7 +37,7 @@ def learner(folder: Path) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     asked = _Epochs()
-    figures = {"batches": 0, "all_reduces": 0, "lost_ranks": 0, "calls": 0, "mixed": 0}
+    figures = {"batches": 0, "all_reduces": 0, "lost_ranks": 0, "calls": 0, "mixed": 0, "task_rows": 0}
 
     @rpc.batched(max_size=4, max_wait_us=500, stack=True)
     def policy(obs: Any) -> Any:
@@ -48,7 +54,9 @@ def learner(folder: Path) -> None:
         journal_sync_s=5.0,
         timeout_s=120,
     )
-    with store, rpc.Node("learner", secret=SECRET) as node:
+    with store, tasks() as tasked, rpc.Node("learner", secret=SECRET) as node:
+        taught = threading.Thread(target=learn_tasks, args=(tasked, figures))
+        taught.start()
         tags = np.arange(CAPACITY)  # every page of the store is there from the beginning on
         filled = np.broadcast_to((tags % 1000).astype(np.float32)[:, None, None], (CAPACITY, STEPS, 64))
         store.insert({"obs": filled, "tag": tags}, threads=1)
@@ -84,8 +92,68 @@ def learner(folder: Path) -> None:
             group.close()
         figures |= {f"store_{name}": store.stats()[name] for name in ("inserted", "sampled", "reclaimed", "torn")}
         figures["journal_rows"] = 0 if store.journal is None else store.journal.rows
-        problems = store.audit()
+        problems = store.audit() + tasked.audit()
+        stats = tasked.stats()
+        figures |= {f"tasks_{name}": stats[name] for name in ("inserted", "set_back", "given_up")}
+        tasked.close()
+        taught.join()
+        if (lost := stats["inserted"] - stats["given_up"] - figures["task_rows"]) > tasked.capacity:
+            problems.append(f"{lost} rows of the store with tasks are lost")
     print(json.dumps({"figures": figures, "problems": problems}), flush=True)
+
+
+def tasks() -> gt.Store:
+    """The store with tasks."""
+    store = grpo.new_store(TASKS, capacity=128, timeout_s=120)
+    store.limiter.set(in_flight=IN_FLIGHT)
+    return store
+
+
+def learn_tasks(store: gt.Store, figures: dict[str, int]) -> None:
+    """Draws the rows of the store with tasks, each of them once and whole, until the store is closed."""
+    recent = collections.deque[int](maxlen=NUMBERS // 2)
+    with store.expect_writers(), contextlib.suppress(GeartrainError):
+        with gt.Replay(store, gt.selection.Fifo(), 4, output="numpy", keep="saved", timeout_s=3600) as replay:
+            for batch in replay:
+                try:
+                    numbers = grpo.check(batch)
+                    figures["mixed"] += len(numbers) - len(set(numbers).difference(recent))
+                except AssertionError:
+                    numbers, figures["mixed"] = [], figures["mixed"] + 4
+                recent.extend(numbers)
+                figures["task_rows"] += len(numbers)
+                if batch.step % SAVE_EVERY == SAVE_EVERY - 1:
+                    replay.saved(batch.step)
+                time.sleep(0.02)
+
+
+def load(folder: Path) -> None:
+    """Inserts numbered rows until it is killed."""
+    with tasks() as store:
+        while True:
+            grpo.insert(store, [store.stats()["inserted"] % NUMBERS])
+
+
+def answer(folder: Path) -> None:
+    """Answers in turns until it is killed."""
+    with tasks() as store:
+        for claim in store.claims("answer", 4, output="numpy"):
+            grpo.work(store, "answer", claim)
+
+
+def judge(folder: Path) -> None:
+    """All other tasks, for as long as the soak lasts."""
+    with tasks() as store:
+
+        def work(task: str) -> None:
+            for claim in store.claims(task, 8, output="numpy"):
+                grpo.work(store, task, claim)
+
+        threads = [threading.Thread(target=work, args=(task,), daemon=True) for task in ("reward", "ref", "advantage")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 class _Epochs:
@@ -140,4 +208,6 @@ def _node(folder: Path, name: str) -> rpc.Node:
 
 
 if __name__ == "__main__":
-    {"learner": learner, "second-rank": second_rank, "actor": actor}[sys.argv[1]](Path(sys.argv[2]))
+    roles = {"learner": learner, "second-rank": second_rank, "actor": actor}
+    roles |= {"loader": load, "answer": answer, "judge": judge}
+    roles[sys.argv[1]](Path(sys.argv[2]))

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="how long, 600 by default")
     parser.add_argument("--seed", type=int, default=None, help="of the first round; the others follow from it")
     parser.add_argument("--rounds", type=int, default=None, help="so many rounds instead of a time")
+    parser.add_argument("--crashes", type=int, default=None, help="so many kills, of one or of all, instead of a time")
+    parser.add_argument("--kind", help="of all rounds, such as 'tasks'; by default each round has one of its own")
     parser.add_argument("--keep", action="store_true", help="keep the journals and logs of rounds with defects")
     options = parser.parse_args()
     if options.seconds <= 0:
@@ -44,8 +47,13 @@ def main() -> int:
 
 def arena(options: argparse.Namespace) -> int:
     """Runs rounds until the time is over; returns the exit code."""
-    from storm.rounds import Round
+    from storm.rounds import KINDS, Round
+    from storm.tasks import KINDS as TASK_KINDS
+    from storm.tasks import TaskRound
 
+    known = dict.fromkeys(KINDS, Round) | dict.fromkeys(TASK_KINDS, TaskRound)
+    if options.kind is not None and options.kind not in known:
+        raise SystemExit(f"--kind is one of {', '.join(map(repr, known))}, found {options.kind!r}")
     folder = Path(os.environ[INSIDE])
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(3), "little")
     watch, disk = clock.Clock(), small_disk(folder)
@@ -58,25 +66,32 @@ def arena(options: argparse.Namespace) -> int:
     def over() -> bool:
         if options.rounds is not None:
             return rounds >= options.rounds
+        if options.crashes is not None:
+            return figures["kills"] + figures["kills of all"] >= options.crashes
         return time.monotonic() - began_s >= options.seconds
 
     while not over():
         place = folder / f"round-{seed + rounds}"
         place.mkdir()
         left_s = options.seconds - (time.monotonic() - began_s)
-        one = Round(seed + rounds, place, disk, watch, ROUND_S if options.rounds else max(0.5, min(ROUND_S, left_s)))
+        kind = options.kind or random.Random(seed + rounds).choice(list(known))
+        lasts_s = ROUND_S if options.rounds or options.crashes else max(0.5, min(ROUND_S, left_s))
+        one = known[kind](seed + rounds, kind, place, disk, watch, lasts_s)
         one.run()
         rounds += 1
         figures += one.figures
         spent_s = time.monotonic() - began_s
         print(
             f"  {spent_s:5.0f} s  round {one.seed}, {one.kind}: {one.figures['kills']} kills, "
+            f"{one.figures['kills of all']} of all, "
             f"{one.figures['stops']} stops, {one.figures['forks']} forks, {one.figures['calls']:,} calls, "
             f"{one.figures['rows proven']:,} rows proven, {len(one.defects)} defects",
             flush=True,
         )
         for defect in one.defects:
-            print(f"DEFECT in round {one.seed} (--rounds 1 --seed {one.seed}): {defect}", flush=True)
+            print(
+                f"DEFECT in round {one.seed} (--rounds 1 --seed {one.seed} --kind {one.kind!r}): {defect}", flush=True
+            )
         defects += len(one.defects)
         if one.defects and options.keep:
             kept = Path(tempfile.mkdtemp(prefix=f"storm-round-{one.seed}-"))

@@ -23,8 +23,9 @@ def audit(store: gt.Store) -> Defects:
     held = {state: stats[state] for state in ("writing", "open", "exhausted_unreleased") if stats[state]}
     if held:
         found.append(f"blocks that belong to nobody alive: {held}")
-    if stats["free"] + stats["committed"] != store.capacity:
-        found.append(f"{stats['free']} free and {stats['committed']} committed rows are not {store.capacity}")
+    used = {state: stats.get(state, 0) for state in ("committed", "under_way", "kept")}
+    if stats["free"] + sum(used.values()) != store.capacity:
+        found.append(f"{stats['free']} free rows and {used} are not {store.capacity}")
     if stats["committed"] != len(store):
         found.append(f"{stats['committed']} committed rows, and {len(store)} selectable ones")
     return found

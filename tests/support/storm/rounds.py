@@ -12,9 +12,10 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import deadlines
 
@@ -69,6 +70,7 @@ class Round:
 
     Args:
         seed: of all choices.
+        kind: of the store, one of `KINDS`.
         folder: empty, for journals, logs and checkpoints.
         disk: a folder on a small file system; None where there is none.
         clock: the processes' wall clock.
@@ -76,16 +78,19 @@ class Round:
     """
 
     seed: int
+    kind: str
     folder: Path
     disk: Path | None
     clock: Clock
     seconds: float
+    #: What a process of each role does.
+    roles: ClassVar[Mapping[str, Callable[[Part], None]]] = {**ROLES, **recorded.ROLES}
+
     defects: list[str] = field(default_factory=list)
     figures: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.choose = random.Random(self.seed)
-        self.kind = self.choose.choice(list(KINDS))
         self.name = f"storm-{os.getpid()}-{self.seed}"
         self.workers: list[Worker] = []
         self._stopped: dict[int, float] = {}  # process -> when it is continued
@@ -93,17 +98,23 @@ class Round:
 
     def run(self) -> None:
         """Runs the round. Every defect is noted, none is raised."""
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # children of killed processes are this one's to wait for
         fields = recorded.FIELDS if self.kind == "recorded" else FIELDS
         store = gt.Store.create(self.name, fields, max_length=STEPS, persist=True, timeout_s=30, **KINDS[self.kind])
         keeper = self.choose.random() < 0.5
-        try:
+        with self.ends():
             self._start(store)
             if not keeper:  # the processes have the store for themselves, and leave it as they die
                 store.close()
             self._strike(store if keeper else None)
             self._end()
             self._prove(store if keeper else gt.Store.open(self.name, adopt=True, timeout_s=30))
+
+    @contextlib.contextmanager
+    def ends(self) -> Iterator[None]:
+        """Notes what the round itself raised, and leaves no process and no segment behind."""
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # children of killed processes are this one's to wait for
+        try:
+            yield
         except Exception:
             self.defects.append(f"the storm itself could not go on: {traceback.format_exc()}")
         finally:
@@ -132,7 +143,7 @@ class Round:
                     os.dup2(file.fileno(), 2)
                 faulthandler.enable()
                 faulthandler.register(signal.SIGUSR1, all_threads=True)
-                {**ROLES, **recorded.ROLES}[role](part)
+                self.roles[role](part)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -146,32 +157,39 @@ class Round:
         until_s = time.monotonic() + self.seconds
         stopped = self._stopped
         while time.monotonic() < until_s and not self.defects:
-            time.sleep(self.choose.random() * 0.02)
+            time.sleep(self.pause_s())
             now_s = time.monotonic()
             for pid in [pid for pid, end_s in stopped.items() if end_s < now_s]:
                 del stopped[pid]
                 os.kill(pid, signal.SIGCONT)
             self._look()
-            victim = self.choose.choice(self.workers)
-            strike = self.choose.random()
-            if victim.pid in stopped and strike >= 0.25:
-                continue
-            if strike < 0.25:
-                os.kill(victim.pid, signal.SIGKILL)
-                victim.killed = True
-                self.figures["kills"] += 1
-                self._reap(victim)
-                self._begin(victim.role, store if store is not None and self.choose.random() < 0.5 else None)
-            elif strike < 0.4:
-                os.kill(victim.pid, signal.SIGSTOP)
-                stopped[victim.pid] = now_s + self.choose.random() * STOP_S
-                self.figures["stops"] += 1
-            elif strike < 0.45 and self.clock.viable:
-                self.clock.set(self.choose.choice([0, 1, -1]) * 10 ** self.choose.uniform(-2, 8))
-                self.figures["clock jumps"] += 1
+            self.fault(self.choose.choice(self.workers), store)
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
         stopped.clear()
+
+    def pause_s(self) -> float:
+        """Time to the next fault."""
+        return self.choose.random() * 0.02
+
+    def fault(self, victim: Worker, store: gt.Store | None) -> None:
+        """Kills a process, which is begun again, or stops it for a while, or has the clock jump."""
+        strike = self.choose.random()
+        if victim.pid in self._stopped and strike >= 0.25:
+            return
+        if strike < 0.25:
+            os.kill(victim.pid, signal.SIGKILL)
+            victim.killed = True
+            self.figures["kills"] += 1
+            self._reap(victim)
+            self._begin(victim.role, store if store is not None and self.choose.random() < 0.5 else None)
+        elif strike < 0.4:
+            os.kill(victim.pid, signal.SIGSTOP)
+            self._stopped[victim.pid] = time.monotonic() + self.choose.random() * STOP_S
+            self.figures["stops"] += 1
+        elif strike < 0.45 and self.clock.viable:
+            self.clock.set(self.choose.choice([0, 1, -1]) * 10 ** self.choose.uniform(-2, 8))
+            self.figures["clock jumps"] += 1
 
     def _look(self) -> None:
         """Notes processes that have ended by themselves, or make no calls."""

@@ -175,6 +175,8 @@ def _replays(view: HostView) -> Iterator[tuple[Diagnosis, list[int]]]:
                 why, pids = f"the lock of {name} is held by a stopped process", [store["lock_holder"]]
             elif limiter["enabled"] and (low or limiter["selectable"] < limiter["min_size_to_sample"]):
                 why, pids = f"the rate limiter of {name} lets it draw when more {limiter['unit']} are inserted", writers
+            elif (lag := _lagging(store)) and store["rows"] < n:
+                why, pids = f"its task {lag[0]}", view.blamed(lag[1])
             elif store["rows"] == 0:
                 why, pids = f"no row of {name} is selectable", writers
             else:
@@ -184,6 +186,18 @@ def _replays(view: HostView) -> Iterator[tuple[Diagnosis, list[int]]]:
             if one["rates"].get("exchange_s", 0.0) > WAITS:
                 why, pids = "other ranks' rows come late", view.blamed([])
         yield Diagnosis("waits", about, f"{about} waits for batches of {one['name']} {for_s}: {why}"), pids
+
+
+def _lagging(store: Mapping[str, Any]) -> tuple[str, list[int]] | None:
+    """The task that most rows wait for, in words, and the process that has claimed the oldest of them."""
+    tasks = dict(list(store.get("tasks", {}).items())[:-1])  # a replay draws the rows of the last one
+    rows = {name: task["figures"]["due"] + task["figures"]["claimed"] for name, task in tasks.items()}
+    name = max(rows, key=lambda each: rows[each], default=None)
+    if name is None or rows[name] == 0:
+        return None
+    figures, pid = tasks[name]["figures"], tasks[name]["oldest_pid"]
+    text = f"{name!r} lags by {rows[name]} rows, {figures['due']} due and {figures['claimed']} claimed"
+    return text, [] if pid is None else [pid]
 
 
 _Blamed = tuple["HostView | None", list[int]]

@@ -120,6 +120,8 @@ def sections_of(snapshots: Sequence[Mapping[str, Any]], names: Sequence[str] = (
         _section("weights", views, many, _WEIGHTS, _weights),
         _section("tasks", views, many, _TASKS, _tasks),
     ]
+    if many:
+        made[-1].lines[:0] = _tasks_of_all(views)
     return [each.naming(names) for each in made]
 
 
@@ -165,13 +167,14 @@ def _stores(view: HostView) -> Iterator[Line]:
             yield _line(_STORES, {"name": store["name"], "limiter": store["error"]}, "red", store)
             continue
         rates, used = store["rates"], len(store["clients"])
+        taken = store["rows"] + sum(store["counters"].get(state, 0) for state in ("under_way", "kept"))
         evicted = [rates[name] for name in ("evicted", "expired", "exhausted") if name in rates]
         yield _line(
             _STORES,
             {
                 "name": store["name"],
                 "rows": store["rows"],
-                "full": store["rows"] / store["capacity"] if store["capacity"] else None,
+                "full": taken / store["capacity"] if store["capacity"] else None,
                 "insert/s": rates.get("inserted"),
                 "sample/s": rates.get("sampled"),
                 "size": store["bytes"],
@@ -189,37 +192,54 @@ def _stores(view: HostView) -> Iterator[Line]:
 _TASKS = [
     _NAME,
     Column("task", text, right=False),
+    Column("done/s", count),
     Column("due", count),
     Column("claimed", count),
-    Column("done/s", count),
+    Column("oldest", seconds),
+    Column("claimed by", text, right=False),
     Column("done", count),
-    Column("set back", count),
     Column("deaths", count),
-    Column("oldest claim", text, right=False),
+    Column("set back", count),
 ]
+_SUMS = ("due", "claimed", "done", "deaths", "set_back")
 
 
 def _tasks(view: HostView) -> Iterator[Line]:
     for store in view.snapshot["stores"]:
         for name, task in store.get("tasks", {}).items():
-            figures, pid = task["figures"], task["oldest_pid"]
-            oldest = "" if pid is None else f"{view.name(pid)}, {task['oldest_age_s']:,.0f} s old"
-            yield _line(
-                _TASKS,
-                {
-                    "name": store["name"],
-                    "task": name,
-                    "due": figures["due"],
-                    "claimed": figures["claimed"],
-                    "done/s": task["rates"].get("done"),
-                    "done": figures["done"],
-                    "set back": figures["set_back"],
-                    "deaths": figures["deaths"],
-                    "oldest claim": oldest,
-                },
-                "",
-                store,
-            )
+            yield _task_line(store["name"], name, [(view, task)], store)
+
+
+def _tasks_of_all(views: Sequence[HostView]) -> Iterator[Line]:
+    """Sums of the tasks of stores that several hosts have, each with the oldest claim of all hosts."""
+    found: dict[tuple[str, str], list[tuple[HostView, Mapping[str, Any]]]] = {}
+    for view in views:
+        for store in view.snapshot["stores"]:
+            for name, task in store.get("tasks", {}).items():
+                found.setdefault((store["name"], name), []).append((view, task))
+    for (store_name, name), tasks in found.items():
+        if len(tasks) > 1:
+            detail = {view.host: task for view, task in tasks}
+            yield _task_line(f"{len(tasks)} hosts:{store_name}", name, tasks, detail)
+
+
+def _task_line(
+    store_name: str, name: str, tasks: Sequence[tuple[HostView, Mapping[str, Any]]], detail: Mapping[str, Any]
+) -> Line:
+    sums = {each: sum(task["figures"][each] for _, task in tasks) for each in _SUMS}
+    rates = [task["rates"]["done"] for _, task in tasks if "done" in task["rates"]]
+    claimed = [(task["oldest_age_s"], view, task["oldest_pid"]) for view, task in tasks if task["oldest_pid"]]
+    oldest_s, where, pid = max(claimed, key=lambda each: each[0], default=(None, None, None))
+    prefix = f"{where.host}:" if where is not None and len(tasks) > 1 else ""
+    cells = {
+        "name": store_name,
+        "task": name,
+        "done/s": sum(rates) if rates else None,
+        "oldest": oldest_s,
+        "claimed by": f"{prefix}{where.name(pid)}" if where is not None and pid is not None else "",
+        **{each.replace("_", " "): value for each, value in sums.items()},
+    }
+    return _line(_TASKS, cells, "", detail)
 
 
 def _limiter(store: Mapping[str, Any]) -> str:

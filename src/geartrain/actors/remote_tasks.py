@@ -1,0 +1,399 @@
+"""Client side of a peer's store with axes, strings or tasks: the calls of a native store that claims use, over RPC.
+
+A call that loses its connection is sent again once the peer serves the store again, within the store's `timeout_s`. The
+peer has released the claims of the lost connection. A row that nobody has claimed since is claimed again by the next
+write, so a put takes effect after a restart of the peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.actors.served_tasks import DONE, NO_CLAIM, PackedReply
+from geartrain.core.keys import Keys
+from geartrain.core.tasks import RowPlan
+from geartrain.errors import (
+    ArgumentError,
+    GeartrainError,
+    ObjectGoneError,
+    PeerLostError,
+    PeerUnreachableError,
+)
+from geartrain.rpc.node import Node
+from geartrain.rpc.remote_objects import METHOD, Remote
+from geartrain.store.claims import APPEND, PUT
+from geartrain.store.waiting_claims import Asked
+
+#: Longest pause between two attempts to reach a peer again.
+_MOST_PAUSE_S = 1.0
+#: A claim asks so long at a time for due rows.
+_ASK_S = 3600.0
+#: After these the peer has not run the call.
+_NOT_RUN = (PeerUnreachableError, ObjectGoneError)
+_Row = tuple[int, int, int, int]  # task, row, generation, claim
+
+
+@dataclass
+class _Held:
+    """What is known of a row that this process has claimed."""
+
+    version: int
+    appends: int
+
+
+class RemoteValues:
+    """Values of rows as the peer has packed them."""
+
+    def __init__(self, plan: RowPlan, names: Sequence[str], reply: PackedReply) -> None:
+        self._plan, self._names = plan, names
+        self._values, self._bounds, self._torn, self._unready, self._versions = reply
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the fields."""
+        return sum(
+            sum(map(len, each)) if isinstance(each, list) else int(each.nbytes) for each in self._values.values()
+        )
+
+    def field(self, place: int, /) -> NDArray[Any]:
+        """As of `PackedValues`."""
+        found: NDArray[Any] = self._values[self._names[place]]
+        return found
+
+    def strings(self, place: int, /) -> list[Any]:
+        """As of `PackedValues`."""
+        return list(self._values[self._names[place]])
+
+    def axis(self, number: int, /) -> tuple[Any, Any, Any]:
+        """As of `PackedValues`."""
+        lengths, bounds, parts = self._bounds[self._plan.axes[number - 1].name]
+        return lengths, bounds, parts
+
+    def torn(self) -> NDArray[np.uint8]:
+        """As of `ReadValues`."""
+        return self._torn
+
+    def unready(self) -> NDArray[np.uint8]:
+        """As of `ReadValues`."""
+        return self._unready
+
+    def versions(self) -> NDArray[np.int64]:
+        """As of `ReadValues`."""
+        return self._versions
+
+
+class RemoteReader:
+    """Reads fields of rows of a peer's store, as `PackedReader` does of one of this host."""
+
+    def __init__(self, rows: RemoteRows, plan: RowPlan, names: Sequence[str], axes: Sequence[str]) -> None:
+        self._rows, self.plan, self.names, self._axes = rows, plan, tuple(names), tuple(axes)
+
+    def read(self, keys: Keys) -> RemoteValues:
+        """The fields of rows."""
+        reply = self._rows.ask("read", self.names, self._axes, keys.row, keys.generation)
+        return RemoteValues(self.plan, self.names, reply)
+
+
+class RemoteRows:
+    """The calls of a native store that `Claim` and `TaskedRows` use, done by a peer. Any thread.
+
+    Args:
+        node, peer, name, timeout_s: of the `RemoteStore`.
+        store_id: id of the store; after a reconnection the peer must serve the same one.
+        plan: its fields, axes and tasks.
+    """
+
+    closed = False
+
+    def __init__(self, node: Node, peer: str, name: str, timeout_s: float, store_id: int, plan: RowPlan) -> None:
+        self._node, self._peer, self._name, self._timeout_s = node, peer, name, timeout_s
+        self._store_id, self._plan = store_id, plan
+        self._client = int.from_bytes(os.urandom(7), "little")
+        self._calls = itertools.count(1)
+        self._lock = threading.RLock()
+        self._remote: Remote | None = None
+        self._held: dict[_Row, _Held] = {}
+
+    # --- the connection -------------------------------------------------------------------------------------
+
+    def _opened(self, within_s: float) -> Remote:
+        """The peer's handle of this connection."""
+        remote = self._remote
+        if remote is not None:
+            return remote
+        number, store_id = self._node.call(self._peer, "geartrain.store.tasks", self._name, timeout_s=within_s)
+        if store_id != self._store_id:
+            raise ArgumentError(
+                f"{self._peer!r} serves another store as {self._name!r} than before: make another RemoteStore"
+            )
+        with self._lock:
+            if self._remote is None:
+                self._remote = Remote(self._node, self._peer, number)
+            return self._remote
+
+    def _after(self, error: BaseException, remote: Remote | None, lost_s: float | None, sends_again: bool) -> float:
+        """When the peer was lost. Raises the error of a call that is not sent again.
+
+        Args:
+            error: of the call.
+            remote: that it was sent to; None: it was not sent.
+            lost_s: when the peer was lost, if a call before lost it already.
+            sends_again: whether a call that may have run is sent again.
+        """
+        gone = isinstance(error, PeerLostError)
+        restarting = remote is None and lost_s is not None  # the peer does not serve the store yet
+        ran = remote is not None and not isinstance(error, _NOT_RUN)
+        now_s = time.monotonic()
+        lost_s = now_s if lost_s is None else lost_s
+        if not (gone or restarting) or (ran and not sends_again) or now_s - lost_s >= self._timeout_s:
+            raise error
+        with self._lock:
+            if self._remote is remote:
+                self._remote = None
+        return lost_s
+
+    def ask(self, what: str, *args: Any, wait_s: float = 0.0, sends_again: bool = True, numbered: bool = False) -> Any:
+        """The peer's answer.
+
+        Args:
+            what: a call of `PeerCalls`.
+            args: its arguments.
+            wait_s: how long the peer may wait, in seconds.
+            sends_again: the call is sent again if its reply was lost.
+            numbered: the first argument is the number of the call; whether it may have run before comes behind it.
+        """
+        lost_s: float | None = None
+        pause_s, again = 0.01, False
+        while True:
+            remote = None
+            try:
+                remote = self._opened(self._timeout_s)
+                given = (args[0], again, *args[1:]) if numbered else args
+                return remote.call(what, *given, timeout_s=min(wait_s + self._timeout_s, 1e9))
+            except (PeerLostError, LookupError) as error:
+                lost_s = self._after(error, remote, lost_s, sends_again)
+                again = again or (remote is not None and not isinstance(error, _NOT_RUN))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+
+    async def _ask_async(self, what: str, *args: Any, wait_s: float) -> Any:
+        lost_s: float | None = None
+        pause_s = 0.01
+        while True:
+            remote = self._remote
+            try:
+                if remote is None:
+                    remote = await asyncio.to_thread(self._opened, self._timeout_s)
+                return await remote.call_async(what, *args, timeout_s=min(wait_s + self._timeout_s, 1e9))
+            except (PeerLostError, LookupError) as error:
+                lost_s = self._after(error, remote, lost_s, True)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+
+    # --- claims ---------------------------------------------------------------------------------------------
+
+    def claim(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Any:
+        """As `claim_rows` of the native store, with the values of fields: (found, (fields, values) or None)."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            wait_s = max(0.0, min(until_s - time.monotonic(), _ASK_S))
+            request = next(self._calls)
+            try:
+                reply = self.ask("claim", request, *asked, later, list(fields), wait_s, wait_s=wait_s)
+            except BaseException:
+                self._give_back(request)
+                raise
+            if reply is not None or time.monotonic() >= until_s:
+                return self._claimed(asked[0], fields, reply)
+
+    async def claim_async(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Any:
+        """The same without blocking the event loop."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            wait_s = max(0.0, min(until_s - time.monotonic(), _ASK_S))
+            request = next(self._calls)
+            try:
+                reply = await self._ask_async("claim", request, *asked, later, list(fields), wait_s, wait_s=wait_s)
+            except BaseException:
+                self._give_back(request)
+                raise
+            if reply is not None or time.monotonic() >= until_s:
+                return self._claimed(asked[0], fields, reply)
+
+    def _give_back(self, request: int) -> None:
+        """Tells the peer that nobody waits for a claim any more."""
+        remote = self._remote
+        if remote is not None:
+            with suppress(GeartrainError):
+                remote.tell(METHOD, "give_back", (request,), {})
+
+    def _claimed(self, task: int, fields: Sequence[str], reply: Any) -> Any:
+        if not isinstance(reply, tuple):
+            return reply, None
+        found, packed, appends, clock = reply
+        rows = zip(*(each.tolist() for each in found[:3]), strict=True)
+        with self._lock:
+            for i, (row, generation, claim) in enumerate(rows):
+                self._held[task, row, generation, claim] = _Held(clock, appends[i] if appends else 0)
+        values = RemoteValues(self._plan, fields, packed)
+        return found, None if values.torn().any() else (fields, values)
+
+    def _known(
+        self, task: int, rows: Any, generations: Any, claims: Any
+    ) -> tuple[list[_Row], NDArray[np.uint16], NDArray[np.int64]]:
+        """The rows; their claims, `NO_CLAIM` of those that were put, dropped or released; versions of the claims."""
+        its = [(task, *each) for each in zip(rows.tolist(), generations.tolist(), claims.tolist(), strict=True)]
+        with self._lock:
+            held = [self._held.get(each) for each in its]
+        own = np.array([NO_CLAIM if known is None else row[3] for row, known in zip(its, held, strict=True)], np.uint16)
+        return its, own, np.array([0 if known is None else known.version for known in held], np.int64)
+
+    def _forget(self, rows: Sequence[_Row]) -> None:
+        with self._lock:
+            for each in rows:
+                self._held.pop(each, None)
+
+    def say_version(self, task: int, rows: Any, generations: Any, claims: Any, version: int) -> None:
+        """As of the native store."""
+        its, own, _ = self._known(task, rows, generations, claims)
+        self.ask("say_version", task, rows, generations, own, version)
+        with self._lock:
+            for each in its:
+                if each in self._held:
+                    self._held[each].version = version
+
+    def release_rows(self, task: int, rows: Any, generations: Any, claims: Any) -> int:
+        """As of the native store. The rows of a lost connection are released already."""
+        its, own, _ = self._known(task, rows, generations, claims)
+        held = np.flatnonzero(own != NO_CLAIM)
+        if not len(held):
+            return len(its)
+        self._forget(its)
+        try:
+            remote = self._remote
+            if remote is None:
+                return len(its) - len(held)
+            columns = rows[held], generations[held], claims[held]
+            lost: int = remote.call("release", task, *columns, None, timeout_s=self._timeout_s)
+        except PeerLostError:
+            return len(its) - len(held)
+        return len(its) - len(held) + lost
+
+    def drop_rows(self, task: int, rows: Any, generations: Any, claims: Any) -> int:
+        """As of the native store."""
+        its, own, versions = self._known(task, rows, generations, claims)
+        lost: int = self.ask("drop", task, rows, generations, own, versions)
+        self._forget(its)
+        return lost
+
+    # --- writing --------------------------------------------------------------------------------------------
+
+    def write_rows(
+        self,
+        how: int,
+        task: int,
+        axis: int,
+        rows: Any,
+        generations: Any,
+        claims: Any,
+        sources: Any,
+        lengths: Any,
+        item: int,
+        merges: bool,
+        parts: Any,
+        threads: int,
+        timeout_s: float,
+    ) -> NDArray[np.uint8]:
+        """As of the native store. A write that was sent again takes effect once."""
+        its: list[_Row] = []
+        own, versions, known = None, None, 0
+        if claims is not None:
+            its, own, versions = self._known(task, rows, generations, claims)
+        if len(its) == 1:
+            with self._lock:
+                known = self._held.get(its[0], _Held(0, 0)).appends
+        reply = self.ask(
+            "write",
+            (self._client, next(self._calls)),
+            *(how, task, axis, rows, generations, own, versions, list(sources), lengths, item, merges, parts),
+            *(known, timeout_s),
+            wait_s=timeout_s,
+            numbered=True,
+        )
+        wrote: NDArray[np.uint8] = np.array(reply)
+        if how == PUT:
+            self._forget([each for each, what in zip(its, wrote.tolist(), strict=True) if what == DONE])
+        elif how == APPEND and wrote[0] == DONE:
+            with self._lock:
+                if its[0] in self._held:
+                    self._held[its[0]].appends += 1
+        return wrote
+
+    def insert(
+        self, n: int, sources: Any, lengths: Any, priorities: Any, versions: Any, timeout_s: float
+    ) -> tuple[NDArray[np.uint32], NDArray[np.uint32]] | int:
+        """Inserts rows, all or none: rows and generations, or how many to insert first."""
+        given = (n, list(sources), lengths, priorities, versions, timeout_s)
+        found: tuple[NDArray[np.uint32], NDArray[np.uint32]] | int = self.ask(
+            "insert", *given, wait_s=timeout_s, sends_again=False
+        )
+        return found
+
+    # --- reading --------------------------------------------------------------------------------------------
+
+    def appended_parts(self, task: int, row: int, generation: int, claim: int, fields: Sequence[int]) -> Any:
+        """As of the native store."""
+        with self._lock:
+            held = (task, row, generation, claim) in self._held
+        return self.ask("appended", task, row, generation, claim if held else NO_CLAIM, list(fields))
+
+    def stale_rows(self, rows: Any, generations: Any) -> Any:
+        """As of the native store."""
+        return self.ask("stale", rows, generations)
+
+    def lengths_of_rows(self, rows: Any, generations: Any) -> Any:
+        """As of the native store. Copies, as callers change them."""
+        lengths, found = self.ask("lengths", rows, generations)
+        return np.array(lengths), found
+
+    def lag(self, task: int) -> str:
+        """As `Store.lag_before`."""
+        return str(self.ask("lag", task))
+
+    def task_figures(self) -> dict[str, Any]:
+        """As of the native store."""
+        return dict(self.ask("ask", "task_figures"))
+
+    def occupancy(self) -> str:
+        """As of the native store."""
+        return str(self.ask("ask", "occupancy"))
+
+    def clock(self) -> int:
+        """As of the native store."""
+        return int(self.ask("ask", "clock"))
+
+    def advance(self, version: int) -> int:
+        """As of the native store."""
+        return int(self.ask("ask", "advance", version))
+
+    def end_inserts(self) -> None:
+        """As of the native store."""
+        self.ask("ask", "end_inserts")
+
+    def check_in_flight(self, rows: int) -> None:
+        """As of the native store."""
+        self.ask("ask", "check_in_flight", rows)
+
+
+__all__ = ["RemoteReader", "RemoteRows", "RemoteValues"]

@@ -1,0 +1,563 @@
+"""Server side of a store with axes, strings or tasks: what one peer has claimed, and the calls of its connection.
+
+The server claims for its peers under its own client slot of the segment, so it keeps for each connection which rows the
+peer has claimed: a peer cannot write another peer's row. When the connection ends, its rows are released. They are due
+again, and no death is counted against them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.arguments import check_flag, default_threads, shown, timeout, whole_number
+from geartrain.core.keys import Keys
+from geartrain.core.tasks import RowPlan
+from geartrain.errors import ArgumentError, MessageError, StaleClaimError, StoreClosedError, WaitTimeoutError
+from geartrain.rpc.running import about_to_wait
+from geartrain.store.claims import APPEND, PUT, REWRITE
+from geartrain.store.store import Store
+from geartrain.store.waiting_claims import claim_later
+
+#: What a write did to a row, as the native layer has it.
+DONE, STALE, WAITS = 0, 1, 2
+#: What `claim_again` finds, as the native layer has it.
+_CLAIMED, _PUT = 1, 2
+#: A number that no claim has: of a row that the peer does not hold.
+NO_CLAIM = 0xFFFF
+#: An insert that waits for room looks so often whether its client is still there.
+_LOOK_EVERY_S = 0.5
+#: Puts whose replies may have been lost are remembered, this many of all clients.
+_REMEMBERED = 4096
+
+#: Values of fields by name, bounds of axes by name; torn, unready, versions of rows.
+PackedReply = tuple[dict[str, Any], dict[str, Any], NDArray[Any], NDArray[Any], NDArray[Any]]
+
+
+class ServedTasks:
+    """What all connections to one served store share.
+
+    Attributes:
+        store: the store.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._lock = threading.Lock()
+        self._waits: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = set()
+        self._closed = False
+        self._done: OrderedDict[tuple[int, int], NDArray[np.uint8]] = OrderedDict()
+
+    def close(self) -> None:
+        """Ends all waits of claims with `StoreClosedError`."""
+        with self._lock:
+            self._closed, waits = True, list(self._waits)
+        for loop, task in waits:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(task.cancel)
+
+    async def wait(self, asked: tuple[int, int, int, int], timeout_s: float, later: bool) -> Any:
+        """As `claim_later`."""
+        task = asyncio.current_task()
+        assert task is not None
+        entry = (asyncio.get_running_loop(), task)
+        with self._lock:
+            self._waits.add(entry)
+            closed = self._closed
+        try:
+            if not closed:
+                return await claim_later(self.store.native, asked, timeout_s, later)
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+        finally:
+            with self._lock:
+                self._waits.discard(entry)
+        raise StoreClosedError(f"the store {self.store.name!r} is not served any more")
+
+    def remember(self, call: tuple[int, int], wrote: NDArray[np.uint8]) -> None:
+        """Notes what a put did, in case its reply is lost."""
+        with self._lock:
+            self._done[call] = wrote
+            if len(self._done) > _REMEMBERED:
+                self._done.popitem(last=False)
+
+    def recall(self, call: tuple[int, int]) -> NDArray[np.uint8] | None:
+        """What a put did that was sent before; None: it did not end."""
+        with self._lock:
+            return self._done.get(call)
+
+
+class PeerClaims:
+    """A connection's handle: kept for the peer as long as the connection lives, or until the peer drops it.
+
+    Calls run on `PeerCalls` alone, so a call that waits does not keep the handle, and rows are released at once.
+    """
+
+    def __init__(self, calls: PeerCalls) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in CALLS:
+            raise AttributeError(f"a store is not asked for {shown(name)}")
+        return getattr(self._calls, name)
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self._calls.end()
+
+
+class PeerCalls:
+    """What a peer may ask of a store with axes, strings or tasks. Any thread.
+
+    Arguments come from a peer: each is checked here or by the native layer.
+
+    Args:
+        shared: of the served store.
+        check: raises if the store is not served any more.
+    """
+
+    def __init__(self, shared: ServedTasks, check: Callable[[], object]) -> None:
+        self._shared, self._check = shared, check
+        self._store = shared.store
+        assert shared.store.plan is not None
+        self._plan: RowPlan = shared.store.plan
+        self._native = shared.store.native
+        self._lock = threading.Lock()
+        self._held: dict[tuple[int, int], tuple[int, int, int]] = {}  # (task, row): generation, claim, request
+        self._asking: set[int] = set()  # requests that wait
+        self._unwanted: set[int] = set()  # those of them whose client does not wait any more
+        self._ended = False
+        if self._plan.tasks:
+            self._native.claim_for_others()
+
+    def end(self) -> None:
+        """The connection is lost: its rows are due again."""
+        with self._lock:
+            self._ended = True
+            held, self._held = self._held, {}
+        for task in {task for task, _ in held}:
+            rows = [(row, *its[:2]) for (of, row), its in held.items() if of == task]
+            self._release(task, rows)
+
+    def _release(self, task: int, rows: Sequence[tuple[int, int, int]]) -> None:
+        with suppress(StoreClosedError):  # which released them
+            self._native.release_rows(task, *_columns(rows))
+
+    # --- claims ---------------------------------------------------------------------------------------------
+
+    def claim(
+        self, request: int, task: int, most: int, max_items: int, axis: int, later: bool, fields: Any, wait_s: float
+    ) -> Any:
+        """Claims rows, at once or later: (found, values of fields, appended parts of each row, clock)."""
+        self._check()
+        asked = (task, most, max_items, axis)
+        if not all(type(each) is int for each in (request, *asked)):
+            raise MessageError("a claim is asked for by whole numbers")
+        if not 0 < task < max(1, len(self._plan.tasks)):
+            raise ArgumentError(f"no task number {task} has claims")
+        names = self._fields(fields)
+        for name in names:
+            self._plan.check_readable(task, name)
+        within_s = timeout(wait_s)
+        found = self._native.claim_rows(*asked, 0.0, check_flag("later", later))
+        if found is None and within_s > 0:
+            with self._lock:
+                self._asking.add(request)
+            return self._claim_later(request, asked, later, names, within_s)
+        return self._claimed(request, task, names, found)
+
+    async def _claim_later(
+        self, request: int, asked: tuple[int, int, int, int], later: bool, names: Sequence[str], wait_s: float
+    ) -> Any:
+        try:
+            found = await self._shared.wait(asked, wait_s, later)
+            return self._claimed(request, asked[0], names, found)
+        finally:
+            with self._lock:
+                self._asking.discard(request)
+                self._unwanted.discard(request)
+
+    def _claimed(self, request: int, task: int, names: Sequence[str], found: Any) -> Any:
+        if not isinstance(found, tuple):
+            return found
+        rows, generations, claims, _ = found
+        with self._lock:
+            unwanted = self._ended or request in self._unwanted
+            if not unwanted:
+                its = zip(rows.tolist(), generations.tolist(), claims.tolist(), strict=True)
+                for row, generation, claim in its:
+                    self._held[task, row] = (generation, claim, request)
+        if unwanted:
+            self._native.release_rows(task, rows, generations, claims)
+            return None
+        return found, self._packed(names, (), rows, generations), self._parts(task, found), self._native.clock()
+
+    def _parts(self, task: int, found: tuple[NDArray[Any], ...]) -> list[int] | None:
+        """How many appends each row has already, from earlier claims."""
+        if not list(self._plan.tasks.values())[task - 1].keep_partial:
+            return None
+        return [self._appended(task, *its) for its in zip(*(each.tolist() for each in found[:3]), strict=True)]
+
+    def _appended(self, task: int, row: int, generation: int, claim: int) -> int:
+        try:
+            return len(self._native.appended_parts(task, row, generation, claim, [])[1])
+        except StaleClaimError:
+            return 0
+
+    def give_back(self, request: int) -> None:
+        """The client does not wait for a claim any more: what it got is released."""
+        with self._lock:
+            if request in self._asking:
+                self._unwanted.add(request)
+            found = [key for key, its in self._held.items() if its[2] == request]
+            rows = [(key[0], (key[1], *self._held.pop(key)[:2])) for key in found]
+        for task in {task for task, _ in rows}:
+            self._release(task, [row for of, row in rows if of == task])
+
+    def _mine(
+        self, task: int, rows: Any, generations: Any, claims: Any, versions: Any
+    ) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
+        """The claims of rows, `NO_CLAIM` of those that the peer has not; what `claim_again` said of the others.
+
+        A row that the peer has lost with an earlier connection is claimed again if nobody has claimed it since.
+        """
+        its = list(zip(rows.tolist(), generations.tolist(), claims.tolist(), strict=True))
+        with self._lock:
+            held = [self._held.get((task, row), (0, 0, 0))[:2] == (generation, claim) for row, generation, claim in its]
+        own = claims.astype(np.uint16)
+        again = np.zeros(len(its), np.uint8)
+        if all(held):
+            return own, again
+        missing = np.flatnonzero(~np.array(held, bool))
+        for i in missing.tolist():
+            said = int(versions[i]) if versions is not None else self._native.clock()
+            again[i : i + 1] = self._native.claim_again(
+                task, rows[i : i + 1], generations[i : i + 1], claims[i : i + 1], said
+            )
+        with self._lock:
+            ended = self._ended
+            for i in missing.tolist():
+                row, generation, claim = its[i]
+                if again[i] == _CLAIMED and not ended:
+                    self._held[task, row] = (generation, claim, 0)
+        if ended:
+            self._release(task, [its[i] for i in missing.tolist() if again[i] == _CLAIMED])
+        own[missing[(again[missing] != _CLAIMED) | ended]] = NO_CLAIM
+        return own, again
+
+    def _forget(self, task: int, rows: Sequence[int], generations: Sequence[int]) -> None:
+        with self._lock:
+            for row, generation in zip(rows, generations, strict=True):
+                if self._held.get((task, row), (0, 0, 0))[0] == generation:
+                    del self._held[task, row]
+
+    def release(self, task: int, rows: Any, generations: Any, claims: Any, versions: Any) -> int:
+        """As the native `release_rows`, of the peer's rows."""
+        return self._end_rows("release_rows", task, rows, generations, claims, versions)
+
+    def drop(self, task: int, rows: Any, generations: Any, claims: Any, versions: Any) -> int:
+        """As the native `drop_rows`, of the peer's rows."""
+        return self._end_rows("drop_rows", task, rows, generations, claims, versions)
+
+    def _end_rows(self, how: str, task: int, rows: Any, generations: Any, claims: Any, versions: Any) -> int:
+        self._check()
+        rows, generations, claims, versions = _claimed_rows(task, rows, generations, claims, versions)
+        own, _ = self._mine(task, rows, generations, claims, versions)
+        lost: int = getattr(self._native, how)(task, rows, generations, own)
+        self._forget(task, rows.tolist(), generations.tolist())
+        return lost
+
+    def say_version(self, task: int, rows: Any, generations: Any, claims: Any, version: int) -> None:
+        """As of the native store."""
+        self._check()
+        rows, generations, claims, _ = _claimed_rows(task, rows, generations, claims, None)
+        versions = np.full(len(rows), whole_number("version", version, 2**63 - 1), np.int64)
+        own, _ = self._mine(task, rows, generations, claims, versions)
+        self._native.say_version(task, rows, generations, own, version)
+
+    # --- writing --------------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        call: tuple[int, int],
+        again: bool,
+        how: int,
+        task: int,
+        axis: int,
+        rows: Any,
+        generations: Any,
+        claims: Any,
+        versions: Any,
+        sources: Any,
+        lengths: Any,
+        item: int,
+        merges: bool,
+        parts: Any,
+        known: int,
+        timeout_s: float,
+    ) -> NDArray[np.uint8]:
+        """As the native `write_rows`, of the peer's rows.
+
+        Args:
+            call: number of the client and of its call, the same when it is sent again.
+            again: it was sent before, and its reply was lost.
+            versions: of the claims, for rows that have to be claimed again; None: unknown.
+            known: appends of a row that the client knows of.
+            how, task, axis, rows, generations, claims, sources, lengths, item, merges, parts, timeout_s: as there.
+        """
+        self._check()
+        within_s = timeout(timeout_s)
+        if type(how) is not int or how not in (PUT, APPEND, REWRITE):
+            raise MessageError("rows are put, appended to or rewritten")
+        call = _call_number(call)
+        if how == REWRITE:
+            rows, generations, _, _ = _claimed_rows(task, rows, generations, None, None)
+            own = None
+            merges = False
+        else:
+            rows, generations, claims, versions = _claimed_rows(task, rows, generations, claims, versions)
+        if not 0 < task < len(self._plan.tasks) or axis != (self._plan.appended_axis(task) if how == APPEND else 0):
+            raise MessageError(f"no task number {task} is written so")
+        divider = self._plan.appendable[task][1]
+        marked = self._plan.fields[divider].axis if how == APPEND and divider else None
+        self._check_values(self._written(how, task, merges), sources, lengths, len(rows), marked)
+        if how != REWRITE:
+            before = self._shared.recall(call) if again else None
+            if before is not None:
+                return before
+            own, found = self._mine(task, rows, generations, claims, versions)
+            if how == APPEND or merges:
+                state = self._appends_lost(task, rows, generations, own, found, known, how == APPEND and again)
+                if state is not None:
+                    return state
+        arguments = (how, task, axis, rows, generations, own, sources, lengths, item, bool(merges), parts, 0)
+        try:
+            wrote = self._native.write_rows(*arguments, 0.0)
+            waits = wrote == WAITS
+            if within_s > 0 and waits.any():
+                about_to_wait()
+                wrote[waits] = self._native.write_rows(*arguments, within_s)[waits]
+        except StaleClaimError:
+            wrote = np.full(len(rows), STALE, np.uint8)
+        if how == REWRITE:
+            return wrote
+        if again:
+            wrote[(found == _PUT) & (how == PUT)] = DONE
+        if how == PUT:
+            ended = np.flatnonzero(wrote != WAITS)
+            self._forget(task, rows[ended].tolist(), generations[ended].tolist())
+        if not (wrote == WAITS).any():
+            self._shared.remember(call, wrote)
+        return wrote
+
+    def _appends_lost(
+        self, task: int, rows: Any, generations: Any, own: Any, found: Any, known: int, again: bool
+    ) -> NDArray[np.uint8] | None:
+        """Of a row that was claimed again: that its appends are not those which the client knows; None: they are."""
+        if len(rows) != 1 or found[0] != _CLAIMED or own[0] == NO_CLAIM:
+            return None
+        there = self._appended(task, int(rows[0]), int(generations[0]), int(own[0]))
+        if there == known:
+            return None
+        if again and there == known + 1:
+            return np.array([DONE], np.uint8)
+        self._native.release_rows(task, rows, generations, own)
+        self._forget(task, rows.tolist(), generations.tolist())
+        return np.array([STALE], np.uint8)
+
+    def _check_values(self, wanted: Sequence[str], sources: Any, lengths: Any, n: int, marked: str | None) -> None:
+        """Raises `MessageError` unless sources have all of these fields, and the items that `lengths` (n, axes) says.
+
+        Args:
+            marked: an axis whose length may be 1 though no field has it: an append whose item is done.
+        """
+        plan = self._plan
+        if not isinstance(lengths, np.ndarray) or lengths.dtype != np.uint32 or lengths.shape != (n, len(plan.axes)):
+            raise MessageError(f"lengths are sent as ({n}, {len(plan.axes)}) uint32")
+        if not isinstance(sources, list) or not all(isinstance(each, tuple) and len(each) == 3 for each in sources):
+            raise MessageError("values are sent as a list of field, values and sizes")
+        names = list(plan.fields)
+        numbers = [each[0] for each in sources]
+        if any(type(number) is not int for number in numbers) or sorted(numbers) != sorted(
+            plan.field_numbers[name] for name in wanted
+        ):
+            raise MessageError(f"the fields {', '.join(wanted) or 'none'} are written here, all of them together")
+        fields = [plan.fields[names[number]] for number in numbers]
+        with_axis = {field.axis for field in fields}
+        for number, axis in enumerate(plan.axes):
+            most = 1 if axis.name == marked else 0
+            if axis.name not in with_axis and lengths[:, number].max(initial=0) > most:
+                raise MessageError(f"the axis {axis.name!r} has a length, and no field of it is written")
+        for (number, values, sizes), field in zip(sources, fields, strict=True):
+            items = np.ones(n, np.int64)
+            if field.axis is not None:
+                items = lengths[:, plan.axis(field.axis) - 1].astype(np.int64)
+            if isinstance(values, list) and (not plan.in_spans(names[number]) or len(values) != n):
+                raise MessageError(f"the field {names[number]!r} is sent in one buffer, or one for each row")
+            runs = values if isinstance(values, list) else [values]
+            counts = items if isinstance(values, list) else items.sum(keepdims=True)
+            if field.kind != "array":
+                if isinstance(values, list) or not isinstance(sizes, np.ndarray) or sizes.dtype != np.uint32:
+                    raise MessageError(f"strings of {names[number]!r} are sent one behind the other, with their sizes")
+                if sizes.shape != (int(counts[0]),) or len(values) != int(sizes.sum(dtype=np.int64)):
+                    raise MessageError(f"the field {names[number]!r} has other strings than its lengths say")
+                if field.kind == "text":
+                    _check_text(bytes(values), sizes)
+            elif any(
+                not isinstance(run, np.ndarray) or run.nbytes != int(count) * math.prod(field.shape) * field.itemsize
+                for run, count in zip(runs, counts, strict=True)
+            ):
+                raise MessageError(f"the field {names[number]!r} has other bytes than its lengths say")
+
+    def _written(self, how: int, task: int, merges: bool) -> Sequence[str]:
+        """The fields that a write has."""
+        own = list(self._plan.fields_of(task))
+        appended, divider = self._plan.appendable[task]
+        if how == APPEND:
+            return appended
+        return [name for name in own if name not in appended and name != divider] if merges else own
+
+    def insert(
+        self, n: int, sources: Any, lengths: Any, priorities: Any, versions: Any, timeout_s: float
+    ) -> tuple[NDArray[np.uint32], NDArray[np.uint32]] | int:
+        """Inserts rows, all or none: their keys, or how many to insert first."""
+        self._check()
+        within_s = timeout(timeout_s)
+        whole_number("n", n, self._store.capacity)
+        self._check_values(list(self._plan.fields_of(0)), sources, lengths, n, None)
+        until_s = time.monotonic() + within_s
+        wait_s = 0.0
+        while True:
+            try:
+                found = self._store._insert_together(
+                    n, list(sources), lengths, (priorities, versions), default_threads(None), wait_s
+                )
+            except WaitTimeoutError:
+                left_s = until_s - time.monotonic()
+                if left_s <= 0 or self._ended:
+                    raise
+                if wait_s == 0:
+                    about_to_wait()
+                self._check()
+                wait_s = min(left_s, _LOOK_EVERY_S)
+                continue
+            return (found.row, found.generation) if isinstance(found, Keys) else found
+
+    # --- reading --------------------------------------------------------------------------------------------
+
+    def read(self, names: Any, axes: Any, rows: Any, generations: Any) -> PackedReply:
+        """Values of fields, and lengths of axes."""
+        self._check()
+        fields, others = self._fields(names), self._fields(axes)
+        rows, generations, _, _ = _claimed_rows(0, rows, generations, None, None)
+        return self._packed(fields, others, rows, generations)
+
+    def _fields(self, names: Any) -> list[str]:
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise MessageError("fields and axes are a list of names")
+        return list(names)
+
+    def _packed(self, names: Sequence[str], axes: Sequence[str], rows: Any, generations: Any) -> PackedReply:
+        reader = self._store.packed_reader(names, axes)
+        found = reader.read(Keys.of_rows(rows, generations, self._store.id))
+        values: dict[str, Any] = {}
+        its: set[str] = set(axes)
+        for place, name in enumerate(names):
+            field = self._plan.fields[name]
+            values[name] = found.field(place) if field.kind == "array" else found.strings(place)
+            its |= {field.axis} if field.axis else set()
+        its |= {into for axis in its if (into := self._plan.divided_into(axis)) is not None}
+        bounds = {axis: tuple(found.axis(self._plan.axis(axis))) for axis in its}
+        return values, bounds, found.torn(), found.unready(), found.versions()
+
+    def appended(self, task: int, row: int, generation: int, claim: int, fields: Any) -> Any:
+        """As the native `appended_parts`, of a row of the peer's."""
+        self._check()
+        ones = [np.array([each], kind) for each, kind in ((row, "u4"), (generation, "u4"), (claim, "u2"))]
+        own, _ = self._mine(task, ones[0], ones[1], ones[2], None)
+        return self._native.appended_parts(task, row, generation, int(own[0]), list(fields))
+
+    def stale(self, rows: Any, generations: Any) -> NDArray[np.uint8]:
+        """As the native `stale_rows`."""
+        self._check()
+        return self._native.stale_rows(rows, generations)
+
+    def lengths(self, rows: Any, generations: Any) -> Any:
+        """As the native `lengths_of_rows`."""
+        self._check()
+        return self._native.lengths_of_rows(rows, generations)
+
+    def ask(self, what: str, *given: Any) -> Any:
+        """Figures of the store: calls of the native store that change nothing but the clock and the end of inserts."""
+        self._check()
+        if what not in ASKED:
+            raise MessageError(f"a store is not asked for {shown(what)}")
+        return getattr(self._native, what)(*given)
+
+    def lag(self, task: int) -> str:
+        """As `Store.lag_before`."""
+        self._check()
+        if type(task) is not int or not 0 < task <= len(self._plan.tasks):
+            raise ArgumentError(f"no task number {shown(task)}")
+        return self._store.lag_before(task)
+
+
+#: What peers may call, and may ask for.
+CALLS = frozenset(
+    {"claim", "give_back", "release", "drop", "say_version", "write", "insert", "read", "appended", "stale", "lengths"}
+    | {"ask", "lag"}
+)
+ASKED = frozenset({"task_figures", "oldest_claim", "clock", "advance", "end_inserts", "occupancy", "check_in_flight"})
+
+
+def _columns(rows: Sequence[tuple[int, int, int]]) -> tuple[NDArray[Any], ...]:
+    return tuple(
+        np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), ("u4", "u4", "u2"), strict=True)
+    )
+
+
+def _check_text(text: bytes, sizes: NDArray[np.uint32]) -> None:
+    """Raises `MessageError` for strings of another encoding than UTF-8."""
+    if text.isascii():
+        return
+    ends = np.cumsum(sizes, dtype=np.int64).tolist()
+    try:
+        for first, last in zip([0, *ends[:-1]], ends, strict=True):
+            text[first:last].decode()
+    except UnicodeDecodeError as error:
+        raise MessageError(f"text is sent as UTF-8: {error}") from None
+
+
+def _call_number(call: Any) -> tuple[int, int]:
+    if not isinstance(call, tuple) or len(call) != 2 or not all(type(each) is int for each in call):
+        raise MessageError("a write has the numbers of its client and of the call")
+    return call
+
+
+def _claimed_rows(task: Any, rows: Any, generations: Any, claims: Any, versions: Any) -> tuple[Any, Any, Any, Any]:
+    """Columns of rows from a peer, as long as each other. Raises `MessageError` for others."""
+    if type(task) is not int or not 0 <= task < 2**31:
+        raise MessageError("tasks have numbers")
+    columns = []
+    for column, dtype in ((rows, "u4"), (generations, "u4"), (claims, "u2"), (versions, "i8")):
+        if column is not None and not (
+            isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype == dtype and len(column) == len(rows)
+        ):
+            raise MessageError("rows are sent as columns of rows, generations, claims and versions")
+        columns.append(column)
+    if columns[0] is None or columns[1] is None:
+        raise MessageError("rows and generations are needed")
+    return columns[0], columns[1], columns[2], columns[3]
+
+
+__all__ = ["PeerCalls", "PeerClaims", "ServedTasks"]
