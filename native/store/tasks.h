@@ -46,7 +46,7 @@
 #include <vector>
 
 #include "segment/span_heap.h"
-#include "store/saved_parts.h"
+#include "store/saved_records.h"
 #include "store/span_layout.h"
 #include "store/store.h"
 

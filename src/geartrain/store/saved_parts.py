@@ -1,6 +1,6 @@
 """Records of rows and their parts, as journals and checkpoints of stores with axes, strings or tasks keep them.
 
-A part is what one task, or the insert, has for one row (native/store/saved_parts.h).
+A part is what one task, or the insert, has for one row (native/store/saved_records.h).
 """
 
 from __future__ import annotations

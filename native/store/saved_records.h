@@ -1,4 +1,4 @@
-// Saved parts: what journals and checkpoints keep of a store with spans.
+// Records of rows and their parts: what journals and checkpoints keep of a store with spans.
 //
 // A part is what one task has for one row; of task 0, what the insert wrote. Its bytes are, of task 0, the blocks of
 // the columns first, in the order of the schema, then the fields of its span in the order of its layout (SpanLayout),
