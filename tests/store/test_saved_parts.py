@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tasked_stores import answer, contents, insert, make_store, reward
 
 import geartrain as gt
 from geartrain.errors import NoSpaceError, SchemaError
@@ -15,58 +16,20 @@ from geartrain.store.saved_parts import (
     FREE,
     NOT_DONE,
     PART,
-    ROW,
     TAKEN,
     TAKEN_BY,
     UNDER_WAY,
+    as_bytes,
+    changed_parts,
 )
-
-TOKENS = {"ids": gt.Field(("tokens",), "int32"), "length": gt.Field(("answers",), "int32", divides="tokens")}
-TASKS = {
-    "answer": gt.Task(TOKENS, keep_partial=True),
-    "reward": gt.Task({"reward": gt.Field(("answers",), "float32"), "why": gt.Text("answers")}, after="answer"),
-    "train": gt.Task(after="reward"),
-}
-INSERTED = {"number": gt.Field((), "int64"), "prompt": gt.Field(("prompt",), "int32"), "text": gt.Text()}
-
-
-def make_store(**options: Any) -> gt.Store:
-    return gt.Store.create(
-        INSERTED, tasks=TASKS, **{"capacity": 8, "span_bytes": 1 << 16, "max_times_sampled": 1, **options}
-    )
-
-
-def insert(store: gt.Store, *numbers: int) -> None:
-    for n in numbers:
-        store.insert({"number": [n], "prompt": [list(range(n + 1))], "text": [f"row {n}"]})
-
-
-def answer(store: gt.Store, rows: int) -> None:
-    claim = store.claim("answer", rows)
-    claim.put(ids=[[n, n + 1, n + 2] for n in range(len(claim))], length=[[1, 2]] * len(claim))
-
-
-def reward(store: gt.Store, rows: int) -> None:
-    claim = store.claim("reward", rows)
-    claim.put(reward=[[0.5, 1.5]] * len(claim), why=[["bad", "good"]] * len(claim))
 
 
 def changed(store: gt.Store, since: int = 0) -> tuple[int, Any, Any]:
-    following, rows, parts = store.native.changed_parts(since)
-    return following, rows.view(ROW)[:, 0], parts.view(PART)[:, 0]
-
-
-def as_bytes(records: Any) -> Any:
-    return np.ascontiguousarray(records).view(np.uint8).reshape(len(records), -1)
+    return changed_parts(store.native, since)
 
 
 def told(parts: Any) -> list[tuple[int, int]]:
     return sorted((int(part["row"]), int(part["task"])) for part in parts)
-
-
-def contents(store: gt.Store) -> dict[str, Any]:
-    batch = gt.fetch(store, store.keys(), output="numpy")
-    return {name: np.asarray(batch[name]).tolist() for name in batch}
 
 
 def load(saved: gt.Store, **options: Any) -> gt.Store:

@@ -92,7 +92,8 @@ void check_changes_are_told(Store& store, Complain&& complain) {
   for (uint32_t row = 0; row < store.header().capacity; ++row) {
     const auto told = std::find_if(rows.begin(), rows.end(), [&](const SavedRow& each) { return each.row == row; });
     for (uint32_t task = 0; task <= kTrain; ++task) {
-      const auto was = before_the_call.parts.find({row, task}), is = now.parts.find({row, task});
+      const auto was = before_the_call.parts.find({row, task});
+      const auto is = now.parts.find({row, task});
       const bool there = is != now.parts.end();
       if (there == (was != before_the_call.parts.end()) && (!there || is->second == was->second)) continue;
       const bool of_row = told != rows.end() && (told->state == RowState::free || told->state == RowState::writing);

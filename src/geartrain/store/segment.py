@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import geartrain._native as _native
 from geartrain.core.arguments import (
@@ -281,6 +281,16 @@ def _span_bytes(plan: RowPlan | None, span_bytes: int | None) -> int:
             f"({', '.join(map(repr, inside))}). For example 4096 rows of 100 kB: span_bytes=410_000_000"
         )
     return whole_number("span_bytes", span_bytes, 2**46 - 1, least=LEAST_SPAN_BYTES)
+
+
+def creation_options(plan: RowPlan, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `Store.create` for a store of a plan, given the options of one as `Store.options` has them."""
+    implied = ("max_rows", "remover", "max_age_s", "priority_per")  # a store with axes or tasks takes no others
+    return {
+        "fields": plan.fields_of(0),
+        "tasks": plan.tasks or None,
+        **{name: value for name, value in options.items() if name not in implied},
+    }
 
 
 def plan_of_segment(native: _native.Store) -> RowPlan | None:
