@@ -107,7 +107,8 @@
 //
 // Change numbers. TaskTable::change counts what a journal or checkpoint has to keep of a store's rows: inserts, puts,
 // tasks that are set back, rows that are taken, given back or freed. The (row, task) has the number of its last change,
-// stored under the lock before its word; claims, releases and appends are none. A rebuild counts all rows as changed.
+// stored under the lock before its word; claims, releases and appends are none. So a death in between tells of a change
+// that there was not, at worst.
 #pragma once
 
 #include <pthread.h>

@@ -658,7 +658,7 @@ void Tasks::not_remaining(uint32_t task, Woken& woken) {
 }
 
 bool Tasks::freed(uint32_t row) {
-  note_change(row, 0);
+  if (store_.status()[row].state != RowState::free) note_change(row, 0);
   if (rebuilding_) {
     const bool was_free = store_.status()[row].state == RowState::free;
     uint32_t writer = kNoClient;
@@ -776,12 +776,13 @@ void Tasks::finish(Write write, uint32_t task, std::span<TaskRow> rows) {
         continue;
       }
       const uint64_t span = each.span;
+      // A rewrite counts from the mark of its span on, should this process die before the word.
+      note_change(each.row, task);
       if (span != 0) {
         bring_to_front(each.row, task, span);
         fill(each);
       }
       if (write == Write::put) no_claim(its, task);
-      note_change(each.row, task);
       // The task is done with this one store. What else hangs on the chain is cut off after it.
       its.state = TaskState::done;
       its.deaths = 0;
@@ -1401,10 +1402,6 @@ bool Tasks::survives(uint32_t row) const {
 
 void Tasks::finish_rebuild(Store::Sums& sums) {
   Woken woken(*this);
-  // What the dead had begun is not known.
-  for (uint32_t row = 0; row < store_.header().capacity; ++row) {
-    for (uint32_t task = 0; task <= count_; ++task) note_change(row, task);
-  }
   std::vector<SpanHeap::Living> living;
   std::vector<uint32_t> lost, finished;
   for (uint32_t row = 0; row < store_.header().capacity; ++row) {

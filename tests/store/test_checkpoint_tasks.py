@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from saved_stores import small_files
@@ -12,6 +14,7 @@ from tasked_stores import INSERTED, answer, contents, everything, in_all_states,
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, CheckpointError, WaitTimeoutError
+from geartrain.store.checkpoint_chunks import PieceWriter
 from geartrain.store.checkpoint_reader import Checkpoint
 
 
@@ -170,3 +173,87 @@ def test_rows_of_a_checkpoint_are_read_by_load_alone(tmp_path: Path) -> None:
         store.save(tmp_path / "ckpt")
     with Checkpoint(tmp_path / "ckpt") as found, pytest.raises(CheckpointError, match=r"only\s+Store.load"):
         found.records()
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut"])
+def test_a_checkpoint_that_is_damaged_at_any_byte_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    small_files(monkeypatch, chunk_bytes=1 << 20, piece_bytes=1000)
+    with in_all_states() as store:
+        store.save(tmp_path / "ckpt")
+    with Checkpoint(tmp_path / "ckpt") as found:
+        names = ["manifest.json", *found.manifest["files"]]
+    for name in names:
+        path = tmp_path / "ckpt" / name
+        whole = path.read_bytes()
+        for at in range(len(whole)):
+            damaged = whole[:at] if how == "cut" else whole[:at] + bytes([whole[at] ^ 0x11]) + whole[at + 1 :]
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match="ckpt"):
+                read_all(tmp_path / "ckpt")
+            if at % 500 == 0:
+                with pytest.raises(CheckpointError, match="ckpt"):
+                    gt.Store.load(tmp_path / "ckpt")
+        path.write_bytes(whole)
+    gt.Store.load(tmp_path / "ckpt").close()
+
+
+def read_all(directory: Path) -> None:
+    """What loading reads, without a store."""
+    with Checkpoint(directory) as found:
+        found.listed_rows()
+        for _ in found.contents(found.parts()):
+            pass
+
+
+def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_files(monkeypatch, chunk_bytes=500, piece_bytes=1000)
+    with make_store(capacity=16) as store:
+        insert(store, *range(4))
+        store.save(tmp_path / "ckpt")
+        before = everything(store)
+        answer(store, 4)
+        insert(store, *range(4))
+        write = PieceWriter.write
+        for calls in range(7):  # of the writer: chunks, tables
+            left = [calls]
+
+            def fails(writer: Any, array: Any, left: list[int] = left) -> None:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise OSError(5, "Input/output error")
+                write(writer, array)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(PieceWriter, "write", fails)
+                with suppress(CheckpointError):
+                    store.save(tmp_path / "ckpt")
+                    break
+            with gt.Store.load(tmp_path / "ckpt") as loaded:
+                assert everything(loaded)["parts"] == before["parts"]
+        assert calls > 2
+        with gt.Store.load(tmp_path / "ckpt") as loaded:
+            assert everything(loaded)["parts"] == everything(store)["parts"]
+
+
+def test_a_checkpoint_of_version_5_is_these_bytes(tmp_path: Path) -> None:
+    golden = Path(__file__).parent / "data" / "checkpoint-v5"
+    with gt.Store.load(golden) as store:
+        assert store.native.audit() == []
+        with in_all_states() as made:
+            assert without_times(everything(store)) == without_times(everything(made))
+            assert store.fields == made.fields and store.tasks == made.tasks and store.options == made.options
+        store.save(tmp_path / "again")
+    for file in ("rows.bin", "parts.bin"):
+        assert (tmp_path / "again" / file).read_bytes() == (golden / file).read_bytes()
+    manifests = [json.loads((place / "manifest.json").read_text()) for place in (golden, tmp_path / "again")]
+    chunks = [manifest["chunks"][0]["file"] for manifest in manifests]
+    assert (golden / chunks[0]).read_bytes() == (tmp_path / "again" / chunks[1]).read_bytes()
+    for name in ("places", "axes", "tasks", "fields", "options", "state", "rows", "listed_rows", "parts", "version"):
+        assert manifests[0][name] == manifests[1][name], name
+
+
+def without_times(found: dict[str, Any]) -> dict[str, Any]:
+    rows = {row: [*values[:1], *values[2:]] for row, values in found["rows"].items()}
+    return {**found, "rows": rows}

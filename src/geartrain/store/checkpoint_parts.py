@@ -271,7 +271,8 @@ class PartsSaving:
         for name in ("sequence", "inserted_at_ns", "priority", "times_sampled"):
             rows[name][~there] = 0
         order = np.lexsort((rows["row"], rows["sequence"], ~there))
-        return rows[order]
+        ordered: NDArray[Any] = rows[order]
+        return ordered
 
     def _part_records(self, kept: NDArray[np.bool_]) -> NDArray[Any]:
         parts = np.zeros(int(kept.sum()), PART_RECORD)
