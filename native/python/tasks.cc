@@ -665,6 +665,121 @@ nb::tuple rows_taken_by(const Store& store, uint64_t step) {
   return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(places)));
 }
 
+// --- what is saved --------------------------------------------------------------------------------------------------
+
+using RecordBytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Records as bytes (n, size): saved_parts.py has their dtypes.
+template <typename Record>
+nb::object record_bytes(std::vector<Record>&& records) {
+  auto* moved = new std::vector<Record>(std::move(records));
+  nb::capsule owner(moved, [](void* p) noexcept { delete static_cast<std::vector<Record>*>(p); });
+  const size_t shape[2] = {moved->size(), sizeof(Record)};
+  return nb::cast(nb::ndarray<nb::numpy, uint8_t>(reinterpret_cast<uint8_t*>(moved->data()), 2, shape, owner));
+}
+
+// A copy, as another thread may write to the caller's array.
+template <typename Record>
+std::vector<Record> records_of(const RecordBytes& bytes) {
+  if (bytes.shape(1) != sizeof(Record)) {
+    fail(ErrorKind::schema, "records have ", sizeof(Record), " bytes, found ", bytes.shape(1));
+  }
+  std::vector<Record> records(bytes.shape(0));
+  if (!records.empty()) std::memcpy(records.data(), bytes.data(), records.size() * sizeof(Record));
+  return records;
+}
+
+nb::tuple changed_parts(Store& store, uint64_t since) {
+  Tasks& tasks = tasks_of(store);
+  std::vector<SavedRow> rows;
+  std::vector<SavedPart> parts;
+  const uint64_t next = released(store, [&] { return tasks.changed(since, &rows, &parts); });
+  return nb::make_tuple(next, record_bytes(std::move(rows)), record_bytes(std::move(parts)));
+}
+
+nb::tuple copy_parts(const Store& store, const RecordBytes& records) {
+  const Tasks& tasks = tasks_of(store);
+  const auto parts = records_of<SavedPart>(records);
+  std::vector<uint64_t> offsets(parts.size() + 1);
+  // Of parts that were told by changed_parts: a longer one than the store has is none.
+  const uint64_t most = store.header().segment_bytes;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (parts[i].bytes > most || offsets[i] > UINT64_MAX - most) {
+      fail(ErrorKind::schema, "a part has ", parts[i].bytes, " bytes, and the store ", most);
+    }
+    offsets[i + 1] = offsets[i] + parts[i].bytes;
+  }
+  std::vector<uint8_t> ok(parts.size());
+  auto bytes = std::make_unique<std::vector<uint8_t>>();
+  released(store, [&] {
+    bytes->resize(offsets.back());
+    tasks.copy_parts(parts, offsets, reinterpret_cast<std::byte*>(bytes->data()), ok);
+  });
+  return nb::make_tuple(to_numpy(std::move(*bytes)), to_numpy(std::move(offsets)), to_numpy(std::move(ok)));
+}
+
+void load_parts(Store& store, const RecordBytes& records, const In<uint8_t>& bytes, const In<uint64_t>& given) {
+  Tasks& tasks = tasks_of(store);
+  const auto parts = records_of<SavedPart>(records);
+  const std::vector<uint64_t> offsets = copied(given);
+  if (offsets.size() != parts.size() + 1) fail(ErrorKind::schema, "one offset more than parts is needed");
+  released(store, [&] { tasks.load_parts(parts, offsets, std::as_bytes(view(bytes))); });
+}
+
+void finish_load(Store& store, const RecordBytes& records, uint64_t next_sequence) {
+  Tasks& tasks = tasks_of(store);
+  const auto rows = records_of<SavedRow>(records);
+  released(store, [&] { tasks.finish_load(rows, next_sequence); });
+}
+
+// What is saved of a store beside its rows. Numbers are those of the moment.
+nb::dict task_state(const Store& store) {
+  const Tasks& tasks = tasks_of(store);
+  const TaskTable& table = tasks.table();
+  const Tasks::Limits limits = tasks.limits();
+  nb::dict out;
+  out["clock"] = tasks.clock();
+  out["finished"] = table.finished.load() != 0;
+  out["saved_before"] = table.saved_before.load();
+  out["next_row"] = std::atomic_ref(const_cast<uint32_t&>(table.next_row)).load();
+  out["passed_before"] = table.passed_before.load();
+  out["in_flight"] = limits.in_flight;
+  out["max_stale"] = limits.max_stale ? nb::cast(*limits.max_stale) : nb::none();
+  for (const auto& [name, counter] : Tasks::kCounters) out[name] = (table.*counter).load();
+  nb::list each;
+  for (uint32_t task = 1; task <= tasks.count(); ++task) {
+    nb::dict figures;
+    for (const auto& [name, counter] : Tasks::kFigures) figures[name] = (table.figures[task].*counter).load();
+    each.append(figures);
+  }
+  out["tasks"] = each;
+  return out;
+}
+
+// Of a store that was loaded, with a dict as above.
+void restore_task_state(Store& store, const nb::dict& state) {
+  Tasks& tasks = tasks_of(store);
+  const auto number = [&](const nb::dict& from, const char* name) { return nb::cast<uint64_t>(from[name]); };
+  Tasks::Restored restored;
+  restored.clock = nb::cast<int64_t>(state["clock"]);
+  restored.finished = nb::cast<bool>(state["finished"]);
+  restored.saved_before = number(state, "saved_before");
+  restored.next_row = number(state, "next_row");
+  restored.passed_before = number(state, "passed_before");
+  restored.limits.in_flight = number(state, "in_flight");
+  if (!state["max_stale"].is_none()) restored.limits.max_stale = number(state, "max_stale");
+  for (const auto& [name, counter] : Tasks::kCounters) restored.counters.push_back(number(state, name));
+  const auto each = nb::cast<nb::list>(state["tasks"]);
+  if (each.size() != tasks.count()) {
+    fail(ErrorKind::schema, "figures of ", each.size(), " tasks were saved, the store has ", tasks.count());
+  }
+  for (const nb::handle its : each) {
+    const auto figures = nb::cast<nb::dict>(its);
+    for (const auto& [name, counter] : Tasks::kFigures) restored.figures.push_back(number(figures, name));
+  }
+  released(store, [&] { tasks.restore(restored); });
+}
+
 }  // namespace
 
 void bind_one_row_writer(nb::module_& module) {
@@ -714,6 +829,13 @@ void bind_tasks(nb::class_<Store>& store) {
              const Tasks::Complete found = released(s, [&] { return tasks_of(s).complete(most); });
              return nb::make_tuple(found.rows, found.before);
            })
+      .def("changed_parts", &changed_parts)
+      .def("copy_parts", &copy_parts)
+      .def("begin_load", [](Store& s) { released(s, [&] { tasks_of(s).begin_load(); }); })
+      .def("load_parts", &load_parts)
+      .def("finish_load", &finish_load)
+      .def("task_state", &task_state)
+      .def("restore_task_state", &restore_task_state)
       .def("end_inserts", [](Store& s) { released(s, [&] { tasks_of(s).end_inserts(); }); })
       .def("is_over", [](const Store& s, uint32_t task) {
         return released(s, [&] {

@@ -274,7 +274,7 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
     header.required_features |= kRowSpans;
     const uint64_t tasks = options.tasks.size() + 1;
     place(kTasksRegion, sizeof(TaskTable));
-    place(kTaskWordsRegion, rows * tasks * 16);
+    place(kTaskWordsRegion, rows * tasks * 24);
     place(kDueRegion, tasks * bit_words * 8);
   }
 

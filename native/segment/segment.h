@@ -22,7 +22,8 @@
 //     tasks        TaskTable                      axes, tasks and their counters; this and the next two only with
 //                                                 kRowSpans
 //     task_words   u64 [capacity * (tasks + 1)]   state of each task of a row; the first is the insert's. Behind them,
-//                                                 i64 of as many: its version, or kNoVersion
+//                                                 i64 of as many: its version, or kNoVersion; and u64 of as many: the
+//                                                 number of its last change
 //     due          u64 [(tasks + 1) * ceil(capacity / 64)]  one bit a row and task: may be claimed; first: it is free
 //     columns                                     one array per field, a block per row, blocks 64-byte aligned
 //     spans        units of 64 bytes              values of fields that have their own length in each row
@@ -103,6 +104,11 @@
 // The version of a (row, task) is that of the policy which did it, or began it. It is stored after the word that says
 // claimed, and is void where a task is neither claimed nor done and keeps no span. A row's version is the least of its
 // tasks', or else its insert's.
+//
+// Change numbers. TaskTable::change counts what a journal or checkpoint has to keep of a store's rows: inserts, puts,
+// tasks that are set back, rows that are taken, given back or freed. The (row, task) has the number of its last change,
+// stored under the lock before its word; claims, releases and appends are none. So a death in between tells of a change
+// that there was not, at worst.
 #pragma once
 
 #include <pthread.h>
@@ -424,6 +430,7 @@ struct TaskTable {
   // Of each client: rows whose last sample it drew for batches that are not finished.
   std::atomic<uint32_t> unfinished[kMaxClients];
   SpaceWaiter waiters[kMaxSpaceWaiters];
+  std::atomic<uint64_t> change;  // number of the last change of a part; 0: there was none
   SpanIndex index;
 };
 

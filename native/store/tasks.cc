@@ -15,7 +15,6 @@ namespace geartrain {
 namespace {
 
 constexpr uint8_t kDeathsAllowed = 3;
-constexpr uint32_t kFilled = 1;  // SpanHead::mark; of others the client that fills it, from bit 8 on
 constexpr uint64_t kShareOfTasks = 16;
 constexpr double kLookForDeadS = 0.25;
 
@@ -64,6 +63,7 @@ Tasks::Tasks(Store& store, std::shared_ptr<const TaskTable> checked, TaskTable* 
       due_stride_((store.header().capacity + 63) / 64),
       count_(described_->task_count),
       versions_(reinterpret_cast<std::atomic<int64_t>*>(words + store.header().capacity * (count_ + 1))),
+      changes_(reinterpret_cast<std::atomic<uint64_t>*>(versions_ + store.header().capacity * (count_ + 1))),
       heap_(&table->index, spans, described_->span_units) {
   for (uint32_t task = 1; task < count_; ++task) latest_first_.push_back(task);
   std::stable_sort(latest_first_.begin(), latest_first_.end(), [&](uint32_t one, uint32_t other) {
@@ -71,6 +71,11 @@ Tasks::Tasks(Store& store, std::shared_ptr<const TaskTable> checked, TaskTable* 
   });
   const std::vector<FieldRecord> fields(store.fields(), store.fields() + store.header().field_count);
   for (uint32_t task = 0; task <= count_; ++task) layouts_.emplace_back(fields, task);
+  for (uint32_t field = 0; field < fields.size(); ++field) {
+    if (in_spans(fields[field])) continue;
+    columns_.push_back(field);
+    column_bytes_ += fields[field].block_bytes;
+  }
 }
 
 void Store::bind_tasks() {
@@ -352,6 +357,7 @@ void Tasks::finish_insert(std::span<const TaskRow> rows, const CommitValues& val
       for (uint32_t task = 1; task <= count_; ++task) version(row, task).store(kNoVersion, kRelaxed);
       settle_version(row);
       if (some[i].span != 0) head(some[i].span).mark.store(kFilled, std::memory_order_release);
+      note_change(row, 0);
       set_word(row, 0, {.state = TaskState::done, .span = some[i].span});
       for (uint32_t task = 1; task <= count_; ++task) words(row)[task].store(0, kRelaxed);
       store_.unhold(row);
@@ -686,6 +692,7 @@ void Tasks::not_remaining(uint32_t task, Woken& woken) {
 }
 
 bool Tasks::freed(uint32_t row) {
+  if (store_.status()[row].state != RowState::free) note_change(row, 0);
   if (rebuilding_) {
     const bool was_free = store_.status()[row].state == RowState::free;
     uint32_t writer = kNoClient;
@@ -803,6 +810,8 @@ void Tasks::finish(Write write, uint32_t task, std::span<TaskRow> rows) {
         continue;
       }
       const uint64_t span = each.span;
+      // A rewrite counts from the mark of its span on, should this process die before the word.
+      note_change(each.row, task);
       if (span != 0) {
         bring_to_front(each.row, task, span);
         fill(each);
@@ -944,6 +953,7 @@ void Tasks::take(uint32_t row, const TakenWord& by, uint32_t priority) {
   RowStatus& s = store_.status()[row];
   std::atomic_ref<uint32_t>(s.heap_slot).store(priority, kRelaxed);
   if (by.step >= table_->taken_before.load(kRelaxed)) table_->taken_before.store(by.step + 1, kRelaxed);
+  note_change(row, last());
   // The row is taken with this one store.
   words(row)[last()].store(by.packed(), std::memory_order_release);
   std::atomic_ref(s.state).store(RowState::taken, kRelaxed);
@@ -1022,6 +1032,7 @@ uint64_t Tasks::untake(uint64_t step) {
     for (const uint32_t row : rows) {
       RowStatus& s = store_.status()[row];
       store_.set_priority_locked(row, std::atomic_ref<uint32_t>(s.heap_slot).load(kRelaxed));
+      note_change(row, last());
       words(row)[last()].store(0, std::memory_order_release);  // it is selectable from here on, for a rebuild
       s.times_sampled.store(0, kRelaxed);
       std::atomic_ref(s.state).store(RowState::committed, std::memory_order_release);
@@ -1158,6 +1169,7 @@ void Tasks::set_back(uint32_t row, Woken& woken) {
     if (its.state == TaskState::done) {
       figures(task).remaining.fetch_add(1, kRelaxed);
       figures(task).set_back.fetch_add(1, kRelaxed);
+      note_change(row, task);
     }
     const uint64_t chain = its.span;
     its = {.claim = next_claim(its.claim), .span = chain};

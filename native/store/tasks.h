@@ -42,9 +42,11 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "segment/span_heap.h"
+#include "store/saved_records.h"
 #include "store/span_layout.h"
 #include "store/store.h"
 
@@ -203,6 +205,44 @@ class Tasks {
   };
   Complete complete(uint64_t most);
 
+  // --- what is saved: saved_parts.cc ----------------------------------------------------------------------------
+
+  // Rows of which a part has changed since, and those parts; 0: all that is there. Returns what to ask for next.
+  uint64_t changed(uint64_t since, std::vector<SavedRow>* rows, std::vector<SavedPart>* parts);
+  // Copies parts that are done to where `offsets` says, `bytes` of each. Without the lock; ok[i] is 0 where part i has
+  // changed, and its bytes are void.
+  void copy_parts(std::span<const SavedPart> parts, std::span<const uint64_t> offsets, std::byte* out,
+                  std::span<uint8_t> ok) const;
+  // Fill a new store that no other process uses. begin_load() takes all rows, load_parts() gives them parts,
+  // finish_load() makes rows of them: those that are there in the order of their sequences; rows that are not named are
+  // new. Parts keep their change numbers. Throw schema for what contradicts itself, no_space where the spans are too
+  // few.
+  void begin_load();
+  void load_parts(std::span<const SavedPart> parts, std::span<const uint64_t> offsets,
+                  std::span<const std::byte> bytes);
+  void finish_load(std::span<const SavedRow> rows, uint64_t next_sequence);
+  // What is saved beside the rows, and the same of a store that was loaded. Counters are those of kCounters, figures
+  // those of kFigures for each task.
+  static constexpr std::pair<const char*, std::atomic<uint64_t> TaskTable::*> kCounters[] = {
+      {"dropped", &TaskTable::dropped},
+      {"given_up", &TaskTable::given_up},
+      {"set_back", &TaskTable::set_back},
+      {"revoked", &TaskTable::revoked},
+      {"stale", &TaskTable::stale}};
+  static constexpr std::pair<const char*, std::atomic<uint64_t> TaskFigures::*> kFigures[] = {
+      {"done", &TaskFigures::done},
+      {"released", &TaskFigures::released},
+      {"deaths", &TaskFigures::deaths},
+      {"set_back", &TaskFigures::set_back}};
+  struct Restored {
+    int64_t clock = 0;
+    bool finished = false;
+    uint64_t saved_before = 0, next_row = 0, passed_before = 0;
+    Limits limits;
+    std::vector<uint64_t> counters, figures;
+  };
+  void restore(const Restored& state);
+
   // --- waits --------------------------------------------------------------------------------------------------
 
   // Waits while `seen` is the number of changes, at most so long, and reclaims what dead processes had claimed where
@@ -262,6 +302,7 @@ class Tasks {
   };
   struct Chain;  // a walk along the spans of a word, bounded
   static constexpr size_t kRowsAHold = 64;
+  static constexpr uint32_t kFilled = 1;  // SpanHead::mark; of others the client that fills it, from bit 8 on
 
   TaskFigures& figures(uint32_t task) const { return table_->figures[task]; }
   const TaskRecord& record(uint32_t task) const { return described_->tasks[task]; }
@@ -278,6 +319,18 @@ class Tasks {
   std::atomic<int64_t>& version(uint32_t row, uint32_t task) const {
     return versions_[uint64_t{row} * (count_ + 1) + task];
   }
+  std::atomic<uint64_t>& change(uint32_t row, uint32_t task) const {
+    return changes_[uint64_t{row} * (count_ + 1) + task];
+  }
+  // Before its word is stored. Only the lock's holder counts.
+  void note_change(uint32_t row, uint32_t task) const {
+    const uint64_t number = table_->change.load(kRelaxed) + 1;
+    table_->change.store(number, kRelaxed);
+    change(row, task).store(number, std::memory_order_release);
+  }
+  SavedPart saved_part(uint32_t row, uint32_t task, uint32_t generation) const;
+  void load_part(const SavedPart& part, std::span<const std::byte> bytes);
+  void check_loaded(uint32_t row) const;
   int64_t known_version(uint32_t row) const;  // by its tasks; kNoVersion: by none
   int64_t version_of(uint32_t row) const;     // as the row shows it
   void settle_version(uint32_t row);
@@ -337,9 +390,12 @@ class Tasks {
   uint64_t due_stride_;
   uint32_t count_;
   std::atomic<int64_t>* versions_;  // behind the words
+  std::atomic<uint64_t>* changes_;  // behind the versions
   SpanHeap heap_;
   std::vector<uint32_t> latest_first_;  // tasks without the last one: those that come after others first
   std::vector<SpanLayout> layouts_;     // of each task's puts
+  std::vector<uint32_t> columns_;       // fields of the insert that lie in no span
+  uint64_t column_bytes_ = 0;           // of one row, unpadded
   bool rebuilding_ = false;
   std::array<bool, kMaxClients> alive_{};  // while it rebuilds
 };

@@ -136,7 +136,7 @@ def test_a_full_disk_is_named(store_name: Any, tmp_path: Path, monkeypatch: pyte
 
     with gt.Store.create(store_name(), FIELDS, max_length=15, capacity=8) as store:
         fill(store, 3)
-        monkeypatch.setattr(saving._Writer, "write", full)
+        monkeypatch.setattr(saving.PieceWriter, "write", full)
         with pytest.raises(NoSpaceError, match=r"/ckpt: No space left on device; [\d,]+ bytes are free"):
             store.save(tmp_path / "ckpt")
     assert list(tmp_path.iterdir()) == []
@@ -392,14 +392,14 @@ def test_a_save_takes_two_chunks_of_memory_and_gives_them_back(store_name: Any, 
         for _ in range(10):
             store.insert({"x": np.ones((16, 1 << 20), np.uint8)})
         before, kept, most = private_bytes(), _native.pool_counts()["bytes_kept"], [0]
-        write = saving._Writer.write
+        write = saving.PieceWriter.write
 
-        def look(writer: saving._Writer, array: Any) -> None:
+        def look(writer: saving.PieceWriter, array: Any) -> None:
             most.append(private_bytes())
             write(writer, array)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(saving._Writer, "write", look)
+            patch.setattr(saving.PieceWriter, "write", look)
             store.save(tmp_path / "ckpt")
         assert max(most) - before < (64 + 8) << 20
         assert private_bytes() - before < 8 << 20

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from json_damage import mutate
+from tasked_stores import in_all_states
 
 import geartrain as gt
 from geartrain.errors import CheckpointError, GeartrainError
@@ -42,14 +43,16 @@ def damage(directory: Path, chance: random.Random) -> None:
             data[chance.randrange(len(data))] = chance.randrange(256)
         path.write_bytes(data[: chance.randint(0, len(data))] if chance.random() < 0.3 else data)
         return
-    if kind == 1:  # of the row table, with checksums that fit
-        data = bytearray((directory / "rows.bin").read_bytes())
+    if kind == 1:  # of a table, with checksums that fit
+        tables = [name for name in ("rows.bin", "parts.bin", *manifest["files"]) if name in manifest["files"]]
+        table = chance.choice(tables) if "parts.bin" in tables else "rows.bin"
+        data = bytearray((directory / table).read_bytes())
         for _ in range(chance.randint(1, 3)):
             at = 4 * chance.randrange(len(data) // 4)
             data[at : at + 4] = chance.choice((0, 1, 5, 7, 8, 2**31, 2**32 - 1)).to_bytes(4, "little")
         if chance.random() < 0.2:
             data = data[:-48]
-        (directory / "rows.bin").write_bytes(data)
+        (directory / table).write_bytes(data)
         refit(directory, manifest)
     else:
         mutate(manifest, chance)
@@ -63,14 +66,22 @@ def damage(directory: Path, chance: random.Random) -> None:
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory) -> list[Path]:
-    """A checkpoint of this version, one of two chunks, and one of version 1."""
+    """A checkpoint of this version, one of two chunks, two of a store with tasks, and one of version 1."""
     root = tmp_path_factory.mktemp("checkpoints")
     with gt.Store.create(FIELDS, max_length=3, capacity=8, remover="lowest_priority", max_age_s=1e8) as store:
         store.insert({"x": np.ones((5, 3, 2), "float32"), "id": np.arange(5)})
         store.save(root / "one")
         store.insert({"x": np.ones((5, 3, 2), "float32"), "id": np.arange(5)})
         store.save(root / "two", base=root / "one")
-    return [root / "one", root / "two", Path(__file__).parent / "data" / "checkpoint-v1"]
+    with in_all_states() as store:
+        store.save(root / "tasks")
+    return [
+        root / "one",
+        root / "two",
+        root / "tasks",
+        root / "tasks",
+        Path(__file__).parent / "data" / "checkpoint-v1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +100,12 @@ def test_a_checkpoint_of_any_content_is_an_error_or_a_store(names, originals, tm
                 assert store.audit() == [], number
                 keys = store.keys()
                 assert len(store.status(keys)["length"]) == len(keys)
+                for task in list(store.tasks)[:-1]:
+                    with store.claim(task, 100) as claim:
+                        for name in store.plan.fields_of(0) if claim else ():
+                            claim[name]
+                if store.plan is not None and len(keys):
+                    gt.fetch(store, keys)
                 store.save(tmp_path / "again", base=directory)
                 shutil.rmtree(tmp_path / "again")
             ended["loaded"] += 1
@@ -98,9 +115,10 @@ def test_a_checkpoint_of_any_content_is_an_error_or_a_store(names, originals, tm
             raise AssertionError(f"run {number} of seed {seed}") from error
         with contextlib.suppress(GeartrainError):
             found = Checkpoint(directory)
-            records = found.records()
-            for _ in found.blocks(records):
-                pass
+            if found.plan is None:
+                records = found.records()
+                for _ in found.blocks(records):
+                    pass
         shutil.rmtree(directory)
     assert ended["CheckpointError"] > runs // 2 and ended["loaded"] > runs // 50, ended
 

@@ -15,6 +15,7 @@ import pytest
 from saved_stores import chunks, contents, small_files
 
 import geartrain as gt
+import geartrain.store.checkpoint_chunks as chunks_of_all
 import geartrain.store.checkpoint_writer as saving
 from geartrain.errors import CheckpointError
 
@@ -69,7 +70,7 @@ def test_a_ring_writes_the_rows_that_are_new_and_nothing_else(
             on_disk = saved.bytes_written + saved.bytes_linked - (2000 * 56)
             assert on_disk < 2000 * ROW * 1.5 + 20_000
         assert sum(written) == 80 * 30 * ROW, "in a ring whole chunks die, and none need be written anew"
-        assert len(chunks(tmp_path / "ckpt")) < 80 + saving.MAX_SMALL, "none is smaller than a quarter"
+        assert len(chunks(tmp_path / "ckpt")) < 80 + chunks_of_all.MAX_SMALL, "none is smaller than a quarter"
         check(tmp_path / "ckpt", store, store_name())
 
 
@@ -98,7 +99,7 @@ def test_whatever_happens_between_saves_each_checkpoint_is_the_store(
     store_name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     small_files(monkeypatch, chunk_bytes=int([400, 1000, 3000, 200][seed]))
-    monkeypatch.setattr(saving, "MAX_SMALL", 3)
+    monkeypatch.setattr(chunks_of_all, "MAX_SMALL", 3)
     rng = np.random.default_rng(seed)
     remover: Any = ["fifo", "lifo", "lowest_priority", "fifo"][seed]
     store = gt.Store.create(store_name(), BLOCK, capacity=60, remover=remover)
@@ -133,7 +134,7 @@ def test_many_small_saves_do_not_make_many_files(store_name: Any, tmp_path: Path
         for turn in range(100):
             put(store, turn, 1)
             store.save(tmp_path / "ckpt")
-        assert len(chunks(tmp_path / "ckpt")) <= saving.MAX_SMALL + 1
+        assert len(chunks(tmp_path / "ckpt")) <= chunks_of_all.MAX_SMALL + 1
         check(tmp_path / "ckpt", store, store_name())
 
 

@@ -18,6 +18,7 @@ import preloaded
 import pytest
 from deadlines import patience
 from mounts import file_system
+from tasked_stores import in_all_states
 
 import geartrain as gt
 from geartrain.errors import (
@@ -100,6 +101,45 @@ def test_the_header_and_field_records_are_these_bytes(name):
     assert hashlib.sha256(plain + records).hexdigest() == GOLDEN_SHA256
     if platform.machine() == "x86_64":
         assert fingerprint == GOLDEN_FINGERPRINT_X86_64
+
+
+# The same of a store with axes and tasks, with the table of these.
+GOLDEN_TASKS_SHA256 = "851cc89220dcd50302ce5d04b3fc61692bca48944e700bc28a28027c5fb8f811"
+GOLDEN_TASKS_FINGERPRINT_X86_64 = 13467998232233133464
+TASKS_REGION, TASK_WORDS_REGION, DUE_REGION, SPANS_REGION = 10, 11, 12, 13
+
+
+def test_the_table_of_axes_and_tasks_is_these_bytes():
+    with in_all_states() as store:
+        header, records = head_of(store.path)
+        features, regions = (
+            struct.unpack_from("<Q", header, REQUIRED_FEATURES)[0],
+            [struct.unpack_from("<QQ", header, REGIONS + 16 * i) for i in range(16)],
+        )
+        at, _ = regions[TASKS_REGION]
+        with store.path.open("rb") as file:
+            file.seek(at)
+            table = file.read(16 + 8 * 72 + 65 * 80)
+    assert features == 2 | 8
+    assert struct.unpack_from("<IIQ", table) == (3, 3, (1 << 16) // 64)  # axes, tasks, units of spans
+    axes = [struct.unpack_from("<64sII", table, 16 + 72 * i) for i in range(3)]
+    assert [(name.rstrip(b"\0"), owner, divided) for name, owner, divided in axes] == [
+        (b"prompt", 0, 0),
+        (b"tokens", 1, 5),
+        (b"answers", 1, 0),
+    ]
+    tasks = [struct.unpack_from("<64sQII", table, 16 + 8 * 72 + 80 * i) for i in range(1, 4)]
+    assert [(name.rstrip(b"\0"), after, flags) for name, after, flags, _ in tasks] == [
+        (b"answer", 0, 1),
+        (b"reward", 1, 0),
+        (b"train", 3, 4),
+    ]
+    assert regions[TASK_WORDS_REGION][1] == 8 * 4 * 24  # of 8 rows and 4 tasks: word, version and change
+    assert regions[DUE_REGION][1] == 4 * 8 and regions[SPANS_REGION][1] == 1 << 16
+    plain = header[:FINGERPRINT] + bytes(8) + header[FINGERPRINT + 8 :]
+    assert hashlib.sha256(plain + records + table).hexdigest() == GOLDEN_TASKS_SHA256
+    if platform.machine() == "x86_64":
+        assert struct.unpack_from("<Q", header, FINGERPRINT)[0] == GOLDEN_TASKS_FINGERPRINT_X86_64
 
 
 def test_every_block_of_every_column_is_aligned_and_holds_the_rows_bytes(name):

@@ -25,6 +25,8 @@ from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.checkpoint_series import LATEST, saved_in
 
 pytest.importorskip("typer")
+from typer.testing import CliRunner
+
 from geartrain.tools.cli.app import app
 
 FIELDS = {"x": gt.Field((1000,), "float32")}
@@ -187,3 +189,10 @@ def _rows(series: Path) -> list[int]:
         with contextlib.suppress(CheckpointError), Checkpoint(path) as one:
             found.append(one.rows)
     return found
+
+
+def test_inspect_tells_how_many_rows_of_a_store_with_tasks_are_in_which_state() -> None:
+    golden = Path(__file__).parents[1] / "store" / "data" / "checkpoint-v5"
+    found = CliRunner().invoke(app, ["inspect", str(golden)])
+    assert "1 finished, 3 under way, 2 kept by batches" in " ".join(found.output.split())
+    assert "task reward" in found.output

@@ -58,6 +58,53 @@ struct Scenario {
 };
 TaskRow survivors;
 
+// What is saved of each (row, task) of a store, its bytes included; and what to ask for to hear of later changes.
+struct Saved {
+  uint64_t next = 0;
+  std::map<std::pair<uint32_t, uint32_t>, std::string> parts;
+};
+
+Saved saved_of(Store& store) {
+  std::vector<SavedRow> rows;
+  std::vector<SavedPart> parts;
+  Saved found{.next = store.tasks()->changed(0, &rows, &parts), .parts = {}};
+  for (const SavedPart& part : parts) {
+    const std::array<uint64_t, 2> offsets{0, part.bytes};
+    std::vector<std::byte> bytes(part.bytes);
+    uint8_t ok = 0;
+    store.tasks()->copy_parts({&part, 1}, offsets, bytes.data(), {&ok, 1});
+    if (ok == 0) testing::failed(__FILE__, __LINE__, "a part that nobody changes cannot be copied");
+    std::string& text = found.parts[{part.row, part.task}];
+    text = message_of({part.generation, " ", int(part.state), " ", part.step, " ", part.place, " "});
+    text.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  }
+  return found;
+}
+Saved before_the_call;
+
+// Whoever asks for the changes since hears of all parts that are others now.
+template <typename Complain>
+void check_changes_are_told(Store& store, Complain&& complain) {
+  const Saved now = saved_of(store);
+  std::vector<SavedRow> rows;
+  std::vector<SavedPart> parts;
+  store.tasks()->changed(before_the_call.next, &rows, &parts);
+  for (uint32_t row = 0; row < store.header().capacity; ++row) {
+    const auto told = std::find_if(rows.begin(), rows.end(), [&](const SavedRow& each) { return each.row == row; });
+    for (uint32_t task = 0; task <= kTrain; ++task) {
+      const auto was = before_the_call.parts.find({row, task});
+      const auto is = now.parts.find({row, task});
+      const bool there = is != now.parts.end();
+      if (there == (was != before_the_call.parts.end()) && (!there || is->second == was->second)) continue;
+      const bool of_row = told != rows.end() && (told->state == RowState::free || told->state == RowState::writing);
+      const bool of_part = std::any_of(parts.begin(), parts.end(), [&](const SavedPart& each) {
+        return each.row == row && (each.task == task || (!there && each.task == 0));
+      });
+      if (!of_row && !of_part) complain("a change of row ", row, ", task ", task, " is not told");
+    }
+  }
+}
+
 // Rows in every state: 0 and 1 only inserted, 2 with two appends by a claim that was released, 3 answered, 4 with a
 // reward, 5 finished.
 std::unique_ptr<Store> store_before(const Scenario& scenario) {
@@ -78,6 +125,7 @@ std::unique_ptr<Store> store_before(const Scenario& scenario) {
     survivors = row_of(*store, kReward, tasks.claim(kReward, {})[0], kLengths);
     tasks.begin(Write::put, kReward, {&survivors, 1});
   }
+  before_the_call = saved_of(*store);
   return store;
 }
 
@@ -87,6 +135,7 @@ void check_survivor(Store& store, const Scenario& scenario, size_t instruction) 
   };
   store.reap();
   for (const std::string& problem : store.audit()) complain(problem);
+  check_changes_are_told(store, complain);
   Tasks& tasks = *store.tasks();
   if (scenario.others_fill) {
     fill_with(store, survivors, kNumber);

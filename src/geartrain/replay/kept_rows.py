@@ -134,6 +134,20 @@ class KeptRows:
             n,
         )
 
+    def warn_of_another_store(self, step: int) -> None:
+        """Logs that a state was loaded without the store that it is of: no replay ever kept a row here."""
+        if step == 0 or self._store.native.saved_before() or self._store.native.taken_steps():
+            return
+        import logging
+
+        logging.getLogger(__name__).warning(
+            "the state of step %d was loaded, and no replay has kept a row of the store %r yet: it is a new one, so "
+            "that rows which were drawn before may be inserted and drawn again. Load the store from the same "
+            "checkpoint with load_checkpoint, or join the one that is left with Store.open(..., adopt=True)",
+            step,
+            self._store.name,
+        )
+
     def warn_of_gone(self, step: int) -> None:
         """Logs once that a step is drawn anew whose rows were freed."""
         saved = self._store.native.saved_before() - 1

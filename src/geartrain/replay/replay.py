@@ -456,6 +456,11 @@ class Replay:
         kept.saved(int(step))
 
     @property
+    def keeps_rows(self) -> bool:
+        """Whether the rows of its batches stay in the store until `saved` is called (`keep="saved"`)."""
+        return self._builder.samplers[0].kept is not None
+
+    @property
     def field_names(self) -> list[str]:
         """Names of the fields of a batch; with a pipeline, those of all stages."""
         return list(self._builder.samplers[0].plan.names)
@@ -514,6 +519,9 @@ class Replay:
             store = self._with_tasks()
             if store is not None and "clock" in state and not store.read_only:
                 store.native.set_clock(int(state["clock"]))
+            kept = self._builder.samplers[0].kept
+            if kept is not None:
+                kept.warn_of_another_store(int(state["step"]))
 
     def stats(self) -> dict[str, Any]:
         """Figures since the first batch, as a dict.

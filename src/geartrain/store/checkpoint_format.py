@@ -1,7 +1,8 @@
 """Checkpoint format: manifest, checksums, row table, and writes that are complete or absent after a crash.
 
 Stores without step priorities use version 2, stores with step priorities version 3. Stores with new_priority="max" use
-version 4 in either case. A checkpoint is a directory with these files:
+version 4 in either case. Stores with axes, strings or tasks use version 5, see below. A checkpoint is a directory with
+these files:
 
     manifest.json     the schema, options, counts, and for every other file its size and checksums;
                       itself checksummed ("checksum": crc32 of the JSON without that entry, sorted keys, no spaces)
@@ -24,6 +25,18 @@ chunks with the most dead ones. It also merges small chunks once there are many.
 
 So n rows take at most 1.5 n rows of disk. A save writes about as many bytes as were inserted since the last one. If
 rows die at random, it writes twice that in the long run.
+
+Version 5 keeps parts: what one task, or the insert, has for one row (native/store/saved_records.h). The manifest also
+has the numbers of the schema ("places", "axes", "tasks", as a segment's description has them), and "state": clock,
+limits, counters of tasks. Its files are:
+
+    rows.bin          40 bytes a row, saved_parts.ROW: the rows that are there in the order of their inserts, under way,
+                      committed or taken by a batch; then rows that are free and were used before
+    parts.bin         96 bytes a part, PART_RECORD: those of rows that are there, in any order
+    chunk-*.bin       bytes of parts, one behind the other
+
+A part is the same as long as its row's generation and its own change number are. So chunks are linked as above, and
+rewritten once dead bytes exceed half of the living ones.
 
 Version 1 is still read. It had one file per field (field-00.bin, ..., all rows in the order of rows.bin) and row
 records of 48 bytes.
@@ -51,6 +64,7 @@ from geartrain.core.shared_files import naming_errors
 from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_directory import HeldDirectory
 from geartrain.store.checkpoint_manifest import check_manifest
+from geartrain.store.saved_parts import PART
 
 FORMAT = "geartrain-checkpoint"
 VERSION = 2
@@ -58,7 +72,9 @@ VERSION = 2
 VERSION_STEPS = 3
 #: With new_priority="max", whose largest priority the manifest has as "max_priority", and priorities of either.
 VERSION_MAX = 4
-
+#: With axes, strings or tasks, and either of `new_priority`.
+VERSION_PARTS = 5
+_VERSIONS = (1, VERSION, VERSION_STEPS, VERSION_MAX, VERSION_PARTS)
 
 #: Columns of the row table that a store keeps for every row.
 METADATA = ("row", "generation", "priority", "length", "times_sampled", "sequence", "inserted_at_ns", "version")
@@ -79,6 +95,16 @@ ROW_RECORD = np.dtype(
     ]
 )
 ROW_RECORD_1 = np.dtype([*ROW_RECORD.descr[:8], ("reserved", "<u4")])
+
+#: A part, and where its bytes lie: from the byte `at` of a chunk. A part without bytes lies in no chunk.
+PART_RECORD = np.dtype(
+    [
+        *(("at" if name == "span" else name, *rest) for name, *rest in PART.descr),
+        ("chunk", "<u4"),
+        ("reserved_2", "<u4"),
+    ]
+)
+NO_CHUNK = 2**32 - 1
 
 #: Names of options, their values and counters in manifests, by their names in the API: the format keeps its own.
 STORED_NAMES = {
@@ -102,6 +128,8 @@ def renamed(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
 
 def version_of(options: Mapping[str, Any]) -> int:
     """The version of a checkpoint of a store with these options."""
+    if "span_bytes" in options:
+        return VERSION_PARTS
     if options["new_priority"] == "max":
         return VERSION_MAX
     return VERSION_STEPS if options["priority_per"] == "step" else VERSION
@@ -130,10 +158,10 @@ def manifest_of(held: HeldDirectory) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: it is not the JSON that was written") from None
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a geartrain checkpoint")
-    if manifest.get("version") not in (1, VERSION, VERSION_STEPS, VERSION_MAX):
+    if manifest.get("version") not in _VERSIONS:
         raise CheckpointError(
             f"{directory} has checkpoint version {manifest.get('version')}, but this build reads versions 1 to "
-            f"{VERSION_MAX}"
+            f"{VERSION_PARTS}"
         )
     if checksum != json_checksum(manifest):
         raise CheckpointError(f"{path} is damaged: its checksum does not match")

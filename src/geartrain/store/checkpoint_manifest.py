@@ -12,8 +12,10 @@ from typing import Any
 
 from geartrain.core.arguments import shown
 from geartrain.core.json_values import entry, object_entries, whole_entry
-from geartrain.core.schema import MAX_AXIS, check_fields, fields_of_stored
-from geartrain.errors import CheckpointError
+from geartrain.core.schema import KINDS, MAX_AXIS, check_fields, fields_of_stored
+from geartrain.core.tasks import RowPlan, plan_of_stored, row_plan
+from geartrain.errors import CheckpointError, SchemaError
+from geartrain.store.saved_parts import TASK_COUNTERS, TASK_FIGURES
 
 _MOST_ROWS = 2**32 - 16
 _REMOVERS = ("fifo", "lifo", "lowest_weight", "least_recently_sampled", "most_sampled")
@@ -21,7 +23,7 @@ _REMOVERS_BY_FIELD = ("lowest:", "highest:")
 
 
 def check_manifest(manifest: Mapping[str, Any], path: Path) -> None:
-    """Checks a manifest of version 1 to 4, checksum aside.
+    """Checks a manifest of version 1 to 5, checksum aside.
 
     Raises:
         CheckpointError: naming the file and the entry.
@@ -76,6 +78,11 @@ def check_stored_options(content: Mapping[str, Any], *, version: int) -> int:
         raise ValueError(f"max_age_s is {shown(age_s)}")
     known = {"capacity", "max_rows", "remover", "max_times_sampled", "max_age_s", "weight_fraction_bits", "persist"}
     added = {3: {"priority_per": "step"}, 4: {"new_priority": "max"}}.get(version, {})
+    if version == 5:
+        whole_entry(options, "span_bytes", 1, 2**46)
+        if options.get("new_priority", "max") != "max":
+            raise ValueError(f"new_priority is {shown(options['new_priority'])}")
+        known |= {"span_bytes", "new_priority"}
     for name, value in added.items():
         if options.get(name) != value:
             raise ValueError(f"{name} is {shown(options.get(name))}, and the version is that of {value!r}")
@@ -90,7 +97,7 @@ def _check(manifest: Mapping[str, Any]) -> None:
     row_bytes = check_stored_schema(manifest)
     capacity = check_stored_options(manifest, version=manifest["version"])
     per_step = "priority_per" in manifest["options"]
-    if manifest["version"] == 4:
+    if manifest["version"] >= 4:
         whole_entry(manifest, "max_priority", 0, 2**32 - 1)
     rows = whole_entry(manifest, "rows", 0, capacity)
     whole_entry(manifest, "next_sequence", 1, 2**64 - 1)
@@ -101,6 +108,9 @@ def _check(manifest: Mapping[str, Any]) -> None:
     files = entry(manifest, "files", dict)
     for name, about in files.items():
         _check_file(name, about)
+    if manifest["version"] == 5:
+        _check_parts(manifest, capacity, len(row_bytes))
+        return
     _bytes_of(files, "rows.bin", capacity * (48 if manifest["version"] == 1 else 56))
     if manifest["version"] == 1:
         for number, nbytes in enumerate(row_bytes):
@@ -112,6 +122,68 @@ def _check(manifest: Mapping[str, Any]) -> None:
     for chunk in object_entries(manifest, "chunks"):
         in_chunk = whole_entry(chunk, "rows", 1, capacity)
         _bytes_of(files, entry(chunk, "file", str), in_chunk * sum(row_bytes))
+
+
+def _check_parts(manifest: Mapping[str, Any], capacity: int, fields: int) -> None:
+    """Checks what manifests of stores with axes, strings or tasks have beside others."""
+    _check_identity(manifest)
+    files = manifest["files"]
+    _bytes_of(files, "rows.bin", 40 * whole_entry(manifest, "listed_rows", manifest["rows"], capacity))
+    places, axes, tasks = (entry(manifest, name, list) for name in ("places", "axes", "tasks"))
+    _bytes_of(files, "parts.bin", 96 * whole_entry(manifest, "parts", 0, capacity * (len(tasks) + 1)))
+    for name, table, types in (
+        ("places", places, (int, int, int, int)),
+        ("axes", axes, (str, int, int)),
+        ("tasks", tasks, (str, int, int)),
+    ):
+        for each in table:
+            if not isinstance(each, list) or tuple(map(type, each)) != types or any(n < 0 for n in each[-2:]):
+                raise ValueError(f"{name} has {shown(each)}")
+    if len(places) != fields:
+        raise ValueError(f"there are places of {len(places)} fields, and {fields} fields")
+    if any(
+        axis > len(axes) or task > len(tasks) or divides > len(axes) or kind >= len(KINDS) or min(axis, task) < 0
+        for axis, task, divides, kind in places
+    ) or any(owner > len(tasks) or divided > fields for _, owner, divided in axes):
+        raise ValueError("the places of its fields are none")
+    if any(after >> len(tasks) for _, after, _ in tasks):
+        raise ValueError("a task comes after one that is none")
+    try:
+        plan = plan_of_manifest(manifest)
+        wanted = row_plan(plan.fields_of(0), plan.tasks or None)
+    except SchemaError as error:
+        raise ValueError(str(error)) from None
+    if wanted is None or (wanted.places(), wanted.axes, wanted.tasks) != (plan.places(), plan.axes, plan.tasks):
+        raise ValueError("its fields, axes and tasks are not those of a store")
+    _check_state(entry(manifest, "state", dict), len(tasks))
+    for chunk in object_entries(manifest, "chunks"):
+        _bytes_of(files, entry(chunk, "file", str), whole_entry(chunk, "bytes", 1, 2**63 - 1))
+
+
+def plan_of_manifest(manifest: Mapping[str, Any]) -> RowPlan:
+    """The axes and tasks of the store that a manifest of version 5 is of. Raises `SchemaError`."""
+    fields, _ = fields_of_stored(
+        (each["name"], each["dtype"], each["timed"], each["shape"]) for each in manifest["fields"]
+    )
+    return plan_of_stored(fields, manifest["places"], manifest["axes"], manifest["tasks"])
+
+
+def _check_state(state: Mapping[str, Any], tasks: int) -> None:
+    """Checks what `_native.Store.restore_task_state` takes."""
+    whole_entry(state, "clock", -(2**63), 2**63 - 1)
+    entry(state, "finished", bool)
+    for name in ("saved_before", "next_row", "passed_before", "in_flight", *TASK_COUNTERS):
+        whole_entry(state, name, 0, 2**64 - 1)
+    if state["saved_before"] > 2**40:
+        raise ValueError(f"saved_before is {state['saved_before']}")
+    if state.get("max_stale", 0) is not None:
+        whole_entry(state, "max_stale", 0, 2**63 - 1)
+    figures = object_entries(state, "tasks")
+    if len(figures) != tasks:
+        raise ValueError(f"there are figures of {len(figures)} tasks, and {tasks} tasks")
+    for each in figures:
+        for name in TASK_FIGURES:
+            whole_entry(each, name, 0, 2**64 - 1)
 
 
 def _check_file(name: str, about: Any) -> None:
@@ -139,4 +211,4 @@ def _bytes_of(files: Mapping[str, Any], name: str, nbytes: int) -> None:
         raise ValueError(f"{name!r} must have {nbytes} bytes for the rows that are in it, it has {found}")
 
 
-__all__ = ["check_manifest", "check_stored_options", "check_stored_schema"]
+__all__ = ["check_manifest", "check_stored_options", "check_stored_schema", "plan_of_manifest"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex, TypeVar
 
@@ -19,16 +19,22 @@ import geartrain._native as _native
 from geartrain.core.arguments import check_path, refuse_copies
 from geartrain.core.progress import Progress
 from geartrain.core.schema import fields_of_stored
-from geartrain.errors import CheckpointError
+from geartrain.core.tasks import RowPlan
+from geartrain.errors import CheckpointError, SchemaError
 from geartrain.store.checkpoint_directory import HeldDirectory, SupersededError
 from geartrain.store.checkpoint_format import (
     CURRENT_NAMES,
     METADATA,
+    NO_CHUNK,
+    PART_RECORD,
     ROW_RECORD,
     ROW_RECORD_1,
+    VERSION_PARTS,
     manifest_of,
     renamed,
 )
+from geartrain.store.checkpoint_manifest import plan_of_manifest
+from geartrain.store.saved_parts import PART, ROW, as_bytes
 
 _MOST_TRIES = 20
 
@@ -43,8 +49,9 @@ class Checkpoint:
 
     Attributes:
         fields, max_length: the schema.
+        plan: axes and tasks; None of a store with neither.
         options: the limits that the store was created with.
-        rows: committed rows in it.
+        rows: committed rows in it; of a store with axes, strings or tasks all rows, in whichever state.
         id: unique id of this checkpoint; None in version 1.
         store_id: id of the segment that was saved, as in `describe`; None in version 1.
         next_sequence, counters: of the store.
@@ -63,7 +70,13 @@ class Checkpoint:
         self.fields, self.max_length = fields_of_stored(
             (entry["name"], entry["dtype"], entry["timed"], entry["shape"]) for entry in self._manifest["fields"]
         )
-        self._block_nbytes = {name: field.block_nbytes(self.max_length) for name, field in self.fields.items()}
+        self.plan: RowPlan | None = None
+        if self._manifest["version"] == VERSION_PARTS:
+            self.plan = plan_of_manifest(self._manifest)
+            self.fields = self.plan.fields
+        self._block_nbytes = (
+            {name: field.block_nbytes(self.max_length) for name, field in self.fields.items()} if not self.plan else {}
+        )
         self.options: dict[str, Any] = renamed(self._manifest["options"], CURRENT_NAMES)
         self.rows = int(self._manifest["rows"])
         self.id: str | None = self._manifest.get("id")
@@ -113,6 +126,11 @@ class Checkpoint:
             CheckpointError: damage; names the file and its first bad block.
         """
         path = self.directory / "rows.bin"
+        if self.plan is not None:
+            raise CheckpointError(
+                f"{self.directory} is of a store with {'tasks' if self.plan.tasks else 'axes'}, whose rows only "
+                "Store.load and load_checkpoint read"
+            )
         dtype = ROW_RECORD_1 if self._manifest["version"] == 1 else ROW_RECORD
         about = self._manifest["files"]["rows.bin"]
         if about["bytes"] != self.options["capacity"] * dtype.itemsize:
@@ -272,12 +290,92 @@ class Checkpoint:
             self._read_file("steps.bin", about, memoryview(priorities.view(np.uint8).data))
         return priorities
 
+    def listed_rows(self) -> NDArray[Any]:
+        """Of a store with axes, strings or tasks: its row table (n,) of saved_parts.ROW, see checkpoint_format.py.
+
+        Raises:
+            CheckpointError: damage; names the file and its first bad block.
+        """
+        return self._table("rows.bin", ROW, self._manifest["listed_rows"])
+
+    def parts(self) -> NDArray[Any]:
+        """Of a store with axes, strings or tasks: the table (n,) of its parts, of PART_RECORD.
+
+        Raises:
+            CheckpointError: damage; names the file and its first bad block.
+        """
+        parts = self._table("parts.bin", PART_RECORD, self._manifest["parts"])
+        chunks = self._manifest["chunks"]
+        sizes = np.array([*(chunk["bytes"] for chunk in chunks), 0], np.uint64)
+        known = parts["chunk"] < len(chunks)
+        ends = sizes[np.where(known, parts["chunk"], len(chunks))]
+        fits = (parts["at"] <= ends) & (parts["bytes"] <= ends - np.minimum(parts["at"], ends))
+        if not (fits & (known | (parts["chunk"] == NO_CHUNK))).all():
+            raise CheckpointError(f"{self.directory / 'parts.bin'} is damaged: it places parts where no chunk has any")
+        return parts
+
+    def contents(self, parts: NDArray[Any]) -> Iterator[tuple[NDArray[np.intp], NDArray[np.uint8], NDArray[np.uint64]]]:
+        """The bytes of parts, chunk by chunk: places in `parts`, their bytes one behind the other, bounds of each.
+
+        Every piece was compared with its checksum. Each array is good until the next is asked for. Memory: two chunks.
+
+        Raises:
+            CheckpointError: damage; names the file and its first bad block.
+        """
+        order = np.lexsort((parts["at"], parts["chunk"]))
+        of_chunk = parts["chunk"][order]
+        memory = np.empty(0, np.uint8)
+        for number in np.unique(of_chunk).tolist():
+            mine = order[np.searchsorted(of_chunk, number) : np.searchsorted(of_chunk, number, "right")]
+            bounds = np.zeros(len(mine) + 1, np.uint64)
+            np.cumsum(parts["bytes"][mine], out=bounds[1:])
+            if number == NO_CHUNK:
+                yield mine, np.empty(0, np.uint8), bounds
+                continue
+            chunk = self._manifest["chunks"][number]
+            about = self._manifest["files"][chunk["file"]]
+            if memory.size < about["bytes"]:
+                memory = np.empty(about["bytes"], np.uint8)
+            content = memory[: about["bytes"]]
+            self._read_file(chunk["file"], about, memoryview(content.data))
+            begins = parts["at"][mine].astype(np.int64)
+            sizes = parts["bytes"][mine].astype(np.int64)
+            if bounds[-1] != len(content) or (begins != bounds[:-1].astype(np.int64)).any():  # others died between
+                pieces = [content[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+                content = np.concatenate(pieces)
+            yield mine, content, bounds
+
+    def _table(self, name: str, dtype: np.dtype[Any], n: int) -> NDArray[Any]:
+        records = np.empty(n, dtype)
+        if n:
+            self._read_file(name, self._manifest["files"][name], memoryview(records.view(np.uint8).data))
+        return records
+
+    def _fill_parts(self, store: _native.Store, progress: bool) -> None:
+        """As `fill`, of a store with axes, strings or tasks."""
+        rows, parts = self.listed_rows(), self.parts()
+        total = int(parts["bytes"].sum())
+        with Progress(f"loading {self.directory.name}", total, unit="bytes", enabled=progress) as bar:
+
+            def contents() -> Iterator[tuple[NDArray[Any], NDArray[np.uint8], NDArray[np.uint64]]]:
+                for mine, content, bounds in self.contents(parts):
+                    yield parts[mine], content, bounds
+                    bar.advance(len(content), len(content))
+
+            load_rows(store, rows, contents(), self.next_sequence, self.directory)
+        store.restore_task_state(self._manifest["state"])
+
     def fill(self, store: _native.Store, *, progress: bool = False) -> None:
         """Puts every row back in its place, into a new store of the same schema and capacity.
 
         Raises:
             CheckpointError: damage; names the file and its first bad block.
         """
+        if self.plan is not None:
+            self._fill_parts(store, progress)
+            store.restore_max_priority(self.max_priority)
+            store.set_counters(self.counters)
+            return
         records = self.records()
         committed = records[: self.rows]
         store.allocate(len(records))
@@ -338,6 +436,36 @@ def put_blocks(column: NDArray[Any], rows: NDArray[Any], blocks: NDArray[np.uint
     column[rows] = blocks.reshape(-1).view(column.dtype).reshape(-1, *column.shape[1:])
 
 
+def load_rows(
+    store: _native.Store,
+    rows: NDArray[Any],
+    contents: Iterable[tuple[NDArray[Any], NDArray[np.uint8], NDArray[np.uint64]]],
+    next_sequence: int,
+    directory: Path,
+) -> None:
+    """Fills a new store with axes, strings or tasks.
+
+    Args:
+        rows: (n,) of saved_parts.ROW: those that are there in the order of their sequences, and free ones.
+        contents: parts (m,) of PART_RECORD, their bytes one behind the other, and the bounds (m + 1,) of each.
+        directory: of the checkpoint, for errors.
+
+    Raises:
+        CheckpointError: the tables contradict themselves.
+        NoSpaceError: the spans are too few.
+    """
+    try:
+        store.begin_load()
+        for saved, content, bounds in contents:
+            parts = np.zeros(len(saved), PART)
+            for name in set(PART.names or ()) - {"span"}:
+                parts[name] = saved[name]
+            store.load_parts(as_bytes(parts), content, bounds)
+        store.finish_load(as_bytes(rows), next_sequence)
+    except SchemaError as error:
+        raise CheckpointError(f"{directory / 'parts.bin'} is damaged: {error}") from None
+
+
 def restore(
     store: _native.Store, records: NDArray[Any], next_sequence: int, steps: NDArray[np.uint32] | None = None
 ) -> None:
@@ -346,4 +474,4 @@ def restore(
     store.restore(*columns, next_sequence, steps)  # type: ignore[call-arg, arg-type]
 
 
-__all__ = ["Checkpoint", "put_blocks", "read_newest", "restore"]
+__all__ = ["Checkpoint", "load_rows", "put_blocks", "read_newest", "restore"]

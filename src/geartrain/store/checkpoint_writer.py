@@ -10,14 +10,12 @@ import mmap
 import os
 import secrets
 import time
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +27,7 @@ from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import naming_errors
 from geartrain.errors import ArgumentError, CheckpointError
+from geartrain.store.checkpoint_chunks import PieceWriter, Saved, chunks_to_keep, identity_of
 from geartrain.store.checkpoint_directory import (
     HeldDirectory,
     lock_shared,
@@ -42,6 +41,7 @@ from geartrain.store.checkpoint_format import (
     ROW_RECORD,
     STORED_NAMES,
     VERSION_MAX,
+    VERSION_PARTS,
     make_directory,
     renamed,
     schema_of,
@@ -50,41 +50,14 @@ from geartrain.store.checkpoint_format import (
     version_of,
     write_json,
 )
+from geartrain.store.checkpoint_parts import PartsBase, PartsSaving
 from geartrain.store.checkpoint_reader import Checkpoint
 
 PIECE_BYTES = 16 << 20
 # A save has memory for two chunks. Earlier builds wrote chunks of 64 MB.
 CHUNK_BYTES = 32 << 20
 
-# Dead rows that linked chunks may hold, as a share of the living ones.
-DEAD_SHARE = 0.5
-# A chunk of less than a quarter of the usual size is small; more of them than this are written anew as larger ones.
-SMALL_SHARE = 0.25
-MAX_SMALL = 16
 _HUGE_PAGE = 2 << 20
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Figures of a checkpoint that was written.
-
-    Attributes:
-        path: the directory.
-        rows: committed rows in it.
-        bytes_written, bytes_linked: bytes of the files written, and of the files linked from the previous checkpoint.
-        seconds: the time it took.
-        left_out: rows that were overwritten while they were saved.
-        not_linked: why files of the previous checkpoint were written again instead of linked. For example, it is of
-            another store, or the file system refuses links. None if they were linked.
-    """
-
-    path: Path
-    rows: int
-    bytes_written: int
-    bytes_linked: int
-    seconds: float
-    left_out: int = 0
-    not_linked: str | None = None
 
 
 def save(
@@ -104,8 +77,11 @@ def save(
 
     `origin` is the id of the checkpoint that the store was made from, if it was; `locks`: the handle may lock it.
     """
-    if "axes" in store.describe():
-        raise ArgumentError("a store with axes, strings or tasks cannot be saved yet")
+    of_parts = "axes" in store.describe()
+    if of_parts and not locks:
+        raise ArgumentError(
+            "a store with axes, strings or tasks was opened for reading and cannot be saved: open it for writing"
+        )
     began_s = time.monotonic()
     if base is not None:
         base = check_path("base", base)
@@ -121,9 +97,14 @@ def save(
             found, not_linked = _find_base(store, base, directory, origin)
     try:
         with _naming_errors(directory), _sibling(directory) as fresh:
-            saved = _Saving(store, fields, max_length, options, fresh, found, progress, locks).run(
-                directory, not_linked
-            )
+            saving: _Saving | PartsSaving
+            if of_parts:
+                assert not isinstance(found, _Base)
+                saving = PartsSaving(store, options, fresh, found, progress, CHUNK_BYTES, PIECE_BYTES)
+            else:
+                assert not isinstance(found, PartsBase)
+                saving = _Saving(store, fields, max_length, options, fresh, found, progress, locks)
+            saved = saving.run(directory, not_linked)
             if found is not None:
                 found.checkpoint.close()  # it may be what is replaced
             put_in_place(fresh, directory)
@@ -132,47 +113,6 @@ def save(
         if found is not None:
             found.checkpoint.close()
     return Saved(**{**vars(saved), "seconds": time.monotonic() - began_s})
-
-
-class _Writer:
-    """Writer of one file, with a checksum for every piece."""
-
-    def __init__(self, path: Path, piece_bytes: int) -> None:
-        self._file: IO[bytes] = path.open("wb", buffering=0)
-        self._piece_bytes = piece_bytes
-        self._in_piece = 0
-        self._crc = 0
-        self.crcs: list[int] = []
-        self.bytes = 0
-
-    def write(self, array: NDArray[Any]) -> None:
-        if array.size == 0:
-            return
-        data = memoryview(array.reshape(-1).view(np.uint8).data)
-        self.bytes += len(data)
-        while data:
-            part = data[: self._piece_bytes - self._in_piece]
-            self._crc = zlib.crc32(part, self._crc)
-            self._in_piece += len(part)
-            data = data[len(part) :]
-            while part:  # an unbuffered write may take less than it is given
-                part = part[self._file.write(part) :]
-            if self._in_piece == self._piece_bytes:
-                self._end_piece()
-
-    def finish(self) -> dict[str, Any]:
-        if self._in_piece:
-            self._end_piece()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return {"bytes": self.bytes, "piece_bytes": self._piece_bytes, "crc32": self.crcs}
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _end_piece(self) -> None:
-        self.crcs.append(self._crc)
-        self._crc = self._in_piece = 0
 
 
 class _Base:
@@ -209,7 +149,7 @@ class _Base:
 
 def _find_base(
     store: _native.Store, base: Path | None, directory: Path, origin: str | None
-) -> tuple[_Base | None, str | None]:
+) -> tuple[_Base | PartsBase | None, str | None]:
     """The checkpoint to link to, or the reason why the existing one cannot be used."""
     place = directory if base is None else base.absolute()
     if base is None and not (place / "manifest.json").exists():
@@ -219,35 +159,17 @@ def _find_base(
             found = unless_found.enter_context(Checkpoint(place))
             if found.manifest["version"] == 1:  # one file a field
                 return None, f"{place} has format version {found.manifest['version']}"
-            if found.manifest["store"] != _identity(store) and found.id != origin:
+            if found.manifest["store"] != identity_of(store) and found.id != origin:
                 return None, f"{place} is not of this store"
             if found.manifest["options"]["capacity"] != store.describe()["capacity"]:
                 return None, f"{place} is of a store of another capacity"
-            base_found = _Base(found)
+            if (found.manifest["version"] == VERSION_PARTS) != ("axes" in store.describe()):
+                return None, f"{place} has format version {found.manifest['version']}"
+            base_found = PartsBase(found) if found.manifest["version"] == VERSION_PARTS else _Base(found)
         except CheckpointError as error:
             return None, str(error)  # damage there must not keep a whole checkpoint from being made
         unless_found.pop_all()
         return base_found, None
-
-
-def chunks_to_keep(total: NDArray[np.int64], live: NDArray[np.int64], rows: int, per_chunk: int) -> NDArray[np.bool_]:
-    """The chunks to link, given the rows and living rows of each. The others are rewritten.
-
-    Args:
-        total, live: (chunks,) rows in each, and how many of them are to be saved.
-        rows: rows to be saved in all.
-        per_chunk: rows of a full chunk.
-    """
-    keep = live > 0
-    dead = int((total - live)[keep].sum())
-    for chunk in np.argsort(live / total, kind="stable"):
-        if dead <= DEAD_SHARE * rows:
-            break
-        if keep[chunk]:
-            keep[chunk] = False
-            dead -= int(total[chunk] - live[chunk])
-    small = keep & (total < SMALL_SHARE * per_chunk)
-    return keep & ~small if small.sum() > MAX_SMALL else keep
 
 
 class _Saving:
@@ -311,11 +233,11 @@ class _Saving:
         records = _row_records(store, rows, generations, metadata, order, free)
         records["chunk"][: len(order)] = chunk[order]
         records["slot"][: len(order)] = slot[order]
-        written = _Writer(self._directory / "rows.bin", PIECE_BYTES)
+        written = PieceWriter(self._directory / "rows.bin", PIECE_BYTES)
         written.write(records)
         self._files["rows.bin"] = written.finish()
         if step_priorities is not None:
-            written = _Writer(self._directory / "steps.bin", PIECE_BYTES)
+            written = PieceWriter(self._directory / "steps.bin", PIECE_BYTES)
             written.write(step_priorities[np.repeat(chunk >= 0, metadata["length"])].astype("<u4", copy=False))
             self._files["steps.bin"] = written.finish()
         largest = {"max_priority": largest_priority} if version_of(self._options) == VERSION_MAX else {}
@@ -324,7 +246,7 @@ class _Saving:
             "version": version_of(self._options),
             "id": self._id,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "store": _identity(store),
+            "store": identity_of(store),
             "fields": schema_of(self._fields, self._max_length),
             "options": stored_options(self._options),
             **largest,
@@ -444,7 +366,7 @@ class _ChunkBuffer:
 
 
 def _write_chunk(path: Path, arrays: list[NDArray[Any]], whole: NDArray[np.bool_] | None) -> dict[str, Any]:
-    writer = _Writer(path, PIECE_BYTES)
+    writer = PieceWriter(path, PIECE_BYTES)
     edges = [0, len(arrays[0])]
     if whole is not None:  # runs of rows that are whole, each written as it lies there
         edges = np.flatnonzero(np.diff(whole, prepend=False, append=False)).tolist()
@@ -483,17 +405,6 @@ def _row_records(
     current = store.infos(np.ascontiguousarray(rest["row"]))["generation"]
     rest["generation"] = current + (current & 1)
     return records
-
-
-def _identity(store: _native.Store) -> dict[str, Any]:
-    """Identity of a store: its random number, and its file, which distinguishes copies of the file."""
-    about = store.describe()
-    try:
-        file = Path(about["path"]).stat()
-        place = [file.st_dev, file.st_ino]
-    except FileNotFoundError:  # its name was removed
-        place = []
-    return {"id": f"{about['store_id']:016x}", "file": place}
 
 
 @contextmanager

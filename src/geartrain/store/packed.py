@@ -20,7 +20,7 @@ from geartrain.core.dtypes import DTYPES, as_tensor, numpy_dtype
 from geartrain.core.extras import require_torch
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
-from geartrain.errors import ArgumentError, FieldError
+from geartrain.errors import ArgumentError, CorruptStoreError, FieldError
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +86,16 @@ class RowReader(Protocol):
     def read(self, keys: Keys) -> ReadValues:
         """The fields of rows."""
         ...
+
+
+def strings_of(found: PackedValues, place: int, name: str) -> list[Any]:
+    """The strings of a field that was read. Raises `CorruptStoreError` for text that is none."""
+    try:
+        return found.strings(place)
+    except UnicodeDecodeError as error:
+        raise CorruptStoreError(
+            f"the field {name!r} has text that is not UTF-8, so its store or checkpoint was damaged: {error}"
+        ) from None
 
 
 class PackedReader:
@@ -169,7 +179,7 @@ class PackedFields(ABC):
         for name in taken:
             place, field = names.index(name), self._plan.fields[name]
             if field.kind != "array":
-                self._shown[name] = found.strings(place)
+                self._shown[name] = strings_of(found, place, name)
             else:
                 self._shown[name] = self.as_field(found.field(place), field.dtype)
             if field.axis is not None:

@@ -283,6 +283,16 @@ def _span_bytes(plan: RowPlan | None, span_bytes: int | None) -> int:
     return whole_number("span_bytes", span_bytes, 2**46 - 1, least=LEAST_SPAN_BYTES)
 
 
+def creation_options(plan: RowPlan, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `Store.create` for a store of a plan, given the options of one as `Store.options` has them."""
+    implied = ("max_rows", "remover", "max_age_s", "priority_per")  # a store with axes or tasks takes no others
+    return {
+        "fields": plan.fields_of(0),
+        "tasks": plan.tasks or None,
+        **{name: value for name, value in options.items() if name not in implied},
+    }
+
+
 def plan_of_segment(native: _native.Store) -> RowPlan | None:
     """The axes and tasks of a store, with all its fields; None if it has neither."""
     about = native.describe()

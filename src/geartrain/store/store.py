@@ -35,6 +35,7 @@ from geartrain.store.segment import (
     check_name,
     check_schema,
     create_segment,
+    creation_options,
     peek,
     read_only,
     remove_journaled,
@@ -417,7 +418,10 @@ class Store(JournaledStore):
         elif wanted is not None:
             remove_journaled(named, wanted.path, trust)
         limits = {key: value for key, value in found.options.items() if key != "persist"}
-        store = cls.create(named, found.fields, max_length=found.max_length, **{**limits, **options})
+        if found.plan is None:
+            store = cls.create(named, found.fields, max_length=found.max_length, **{**limits, **options})
+        else:
+            store = cls.create(named, **creation_options(found.plan, {**limits, **options}))
         try:
             if wanted is None:
                 found.fill(store.native, progress=progress)
@@ -443,6 +447,9 @@ class Store(JournaledStore):
         The directory appears, or is replaced, in one step, after everything in it was checksummed and flushed. Other
         processes may use the store meanwhile. Rows that are overwritten during the save are left out and counted.
 
+        With tasks, rows that are under way are saved as well, and those that batches keep until they are saved. Claims
+        and appends are not: what is done is, and the rest is due again.
+
         An incremental checkpoint hard-links the files of the previous one and writes only new rows. Either of the two
         can be deleted. See docs/checkpoints.md. If the store has a journal, it also receives the priorities that
         changed.
@@ -454,7 +461,7 @@ class Store(JournaledStore):
             progress: show a progress bar.
 
         Raises:
-            ArgumentError: the store has axes, strings or tasks.
+            ArgumentError: the store has axes, strings or tasks, and was opened with mode="r".
             CheckpointError: `directory` exists and is not a checkpoint, or is a dangling symbolic link; or `base` is
                 not a checkpoint, or damaged.
             NoSpaceError: the file system or a quota is full, or a file would exceed RLIMIT_FSIZE.

@@ -35,9 +35,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from geartrain.core.arguments import check_flag, check_path, check_texts, timeout
+from geartrain.core.arguments import check_flag, check_path, check_texts, timeout, whole_number
 from geartrain.core.threads import DaemonThread
-from geartrain.errors import CheckpointError, GeartrainError, PeerLostError, WaitTimeoutError
+from geartrain.errors import ArgumentError, CheckpointError, GeartrainError, PeerLostError, WaitTimeoutError
 from geartrain.replay.distributed.checkpoint_requests import (
     LoadRequest,
     SaveRequest,
@@ -71,6 +71,8 @@ from geartrain.store.store import Store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from geartrain.replay.replay import Replay
 
 # Interval of the all-gathers during a phase.
 POLL_S = 1.0
@@ -131,6 +133,7 @@ def save_checkpoint(
     step: int | None = None,
     shard: tuple[int, int] | None = None,
     state: Mapping[str, Any] | None = None,
+    replay: Replay | None = None,
     keep: int = 2,
     companions: Sequence[str] = (),
     timeout_s: float = 3600.0,
@@ -146,6 +149,8 @@ def save_checkpoint(
         step: number of the step; by default the one in `state`.
         shard: (k, n), this rank's shard and the number of shards. By default shards are numbered by their lowest rank.
         state: `Replay.state_dict()`, the same on all ranks; kept with the step.
+        replay: in place of `state`, the replay itself: its state is kept. If it keeps its rows (`keep="saved"`), the
+            rows of the batches that it has delivered are freed once the step is complete on all ranks.
         keep: number of complete steps to keep, this one included. Older ones are removed.
         companions: names of further entries in a step's directory that are removed with it, such as "model". Nothing
             else is touched.
@@ -156,6 +161,7 @@ def save_checkpoint(
         Sums over all shards, the same on every rank except for the time.
 
     Raises:
+        ArgumentError: both `state` and `replay` were given.
         CheckpointError: the save failed on this rank or on another, which the message names; earlier steps are intact.
             Or a newer step is complete already.
         RanksDisagreeError: the ranks differ in step, state, schema, limits or shards. The message names two ranks and
@@ -176,8 +182,15 @@ def save_checkpoint(
     timeout(timeout_s)
     check_flag("progress", progress)
     root = check_path("directory", directory).absolute()
+    if replay is not None:
+        if state is not None:
+            raise ArgumentError("save_checkpoint takes the replay or its state, not both: leave out state=")
+        state = replay.state_dict()
     with _joined(group, timeout_s) as ranks:
-        return _save(ranks, root, store, step, shard, state, keep, companions, timeout_s, progress)
+        saved = _save(ranks, root, store, step, shard, state, keep, companions, timeout_s, progress)
+    if replay is not None and state is not None and replay.keeps_rows and state["step"] > 0:
+        replay.saved(state["step"] - 1)
+    return saved
 
 
 def _save(
@@ -406,8 +419,11 @@ class _ShardLoad:
             else:
                 store, counts = adopted
                 self.store, self._was_there = store, True
+            state = source.state()
+            if store.tasks and state is not None and whole_number("the state's step", state.get("step", 0), 2**40) > 0:
+                store.native.free_taken(int(state["step"]) - 1)  # trained, and saved with this step
             report = Loaded(place, self._key[0], (k, n), len(store), len(self._record["shards"]), *counts)
-            return report, source.state()
+            return report, state
 
     def attach(self) -> None:
         """Opens what another rank of this host has loaded, if it has."""

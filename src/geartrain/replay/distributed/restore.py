@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,9 @@ from geartrain.core.keys import Keys
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, CheckpointError, FieldError, StoreMissingError
 from geartrain.store.checkpoint_format import ROW_RECORD, json_checksum, put_json
-from geartrain.store.checkpoint_reader import Checkpoint, put_blocks, restore
+from geartrain.store.checkpoint_reader import Checkpoint, load_rows, put_blocks, restore
+from geartrain.store.saved_parts import COMMITTED, ROW, TAKEN, TASK_COUNTERS, TASK_FIGURES, UNDER_WAY, changed_parts
+from geartrain.store.segment import creation_options
 from geartrain.store.store import Store
 
 # Limits that shards of one population share.
@@ -78,11 +80,13 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
             f"the segment {peeked.path} is not the one that {source.place.name} was saved from, nor "
             f"loaded from it. Remove it with `geartrain remove {name}` to load from disk"
         )
-    saved = source.rows()
     store = Store.open(name, adopt=True)
     try:
         if store.id != peeked.id:
             raise CheckpointError(f"another segment took the name {name!r} while its rows were adopted")
+        if store.plan is not None:
+            return store, _adopt_parts(store, source)
+        saved = source.rows()
         keys = store.keys()
         infos = store.native.infos(keys.row)
         before = np.zeros(store.capacity, ROW_RECORD)
@@ -99,6 +103,24 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
         raise
     adopted = int(same.sum()) - lost
     return store, (adopted, len(keys) - int(same.sum()), len(saved) - adopted)
+
+
+def _adopt_parts(store: Store, source: SavedShard) -> tuple[int, int, int]:
+    """(adopted, newer, gone) of a store with axes or tasks, whose priorities are reset to the saved ones."""
+    saved = source.rows()
+    _, rows, _ = changed_parts(store.native, 0)
+    rows = rows[np.isin(rows["state"], (COMMITTED, UNDER_WAY, TAKEN))]
+    before = np.zeros(store.capacity, ROW)
+    before[saved["row"]] = saved
+    there = before[rows["row"]]
+    same = (there["generation"] == rows["generation"]) & (there["sequence"] == rows["sequence"])
+    moved = same & (rows["state"] == COMMITTED) & (there["priority"] != rows["priority"])
+    keys = Keys.of_rows(
+        np.ascontiguousarray(rows["row"][moved]), np.ascontiguousarray(rows["generation"][moved]), store.id
+    )
+    store.update_priorities(keys, there["priority"][moved] / 2.0 ** store.options["priority_fraction_bits"])
+    adopted = int(same.sum())
+    return adopted, len(rows) - adopted, len(saved) - adopted
 
 
 def _reset_priorities(
@@ -151,7 +173,7 @@ class SavedShard(ABC):
 
     @abstractmethod
     def rows(self) -> NDArray[Any]:
-        """The table of its selectable rows, (n,) of ROW_RECORD."""
+        """The table of its rows, (n,) of ROW_RECORD; of a store with axes, strings or tasks of saved_parts.ROW."""
 
     @abstractmethod
     def step_priorities(self) -> list[NDArray[np.uint32]] | None:
@@ -214,6 +236,8 @@ class _WholeShard(SavedShard):
         return Store.load(self._source, name, progress=progress, **options)
 
     def rows(self) -> NDArray[Any]:
+        if self._source.plan is not None:
+            return self._source.listed_rows()[: self._source.rows]
         return self._source.records()[: self._source.rows]
 
     def step_priorities(self) -> list[NDArray[np.uint32]] | None:
@@ -236,7 +260,11 @@ class _ReshardedShard(SavedShard):
     def open(self) -> None:
         k, n = self._shard
         self._sources = [self._checkpoint(number) for number in range(len(self._record["shards"]))]
-        self._tables = [source.records()[: source.rows] for source in self._sources]
+        self._plan = self._sources[0].plan
+        if self._plan is None:
+            self._tables = [source.records()[: source.rows] for source in self._sources]
+        else:
+            self._tables = [source.listed_rows()[: source.rows] for source in self._sources]
         # The population: rows of the first shard by their numbers, then those of the second, and so on.
         orders = [np.argsort(table["row"], kind="stable") for table in self._tables]
         sizes = [len(order) for order in orders]
@@ -261,7 +289,7 @@ class _ReshardedShard(SavedShard):
         return self._rows
 
     def step_priorities(self) -> list[NDArray[np.uint32]] | None:
-        if not self._sources[0].per_step:
+        if self._plan is not None or not self._sources[0].per_step:
             return None
         found = [_NO_STEPS] * len(self._rows)
         for number, source in enumerate(self._sources):
@@ -293,9 +321,16 @@ class _ReshardedShard(SavedShard):
     def load(self, name: str, progress: bool, options: dict[str, Any]) -> Store:
         limits = {**self._limits(), **options}
         first = self._sources[0]
-        store = Store.create(name, first.fields, max_length=first.max_length, **limits)
+        if self._plan is None:
+            store = Store.create(name, first.fields, max_length=first.max_length, **limits)
+        else:
+            self._read_parts()
+            store = Store.create(name, **creation_options(self._plan, {**limits, "span_bytes": self._span_bytes()}))
         try:
-            self._fill(store, progress)
+            if self._plan is None:
+                self._fill(store, progress)
+            else:
+                self._fill_parts(store, progress)
         except BaseException:
             store.unlink()
             store.close()
@@ -343,17 +378,62 @@ class _ReshardedShard(SavedShard):
         else:
             restore(native, table, self._total + 1, np.concatenate([_NO_STEPS, *(steps[k] for k in committed["row"])]))
         native.restore_max_priority(max(source.max_priority for source in self._sources))
+        self._restore_counters(store)
+
+    def _read_parts(self) -> None:
+        """Of each shard the parts of this shard's rows, which have their new row numbers; of a store with tasks."""
+        self._parts: list[NDArray[Any]] = []
+        for number, source in enumerate(self._sources):
+            mine = np.flatnonzero(self._shard_of[self._low : self._high] == number)
+            table = self._tables[number]
+            new_row = np.full(source.options["capacity"], -1, np.int64)
+            new_row[table["row"][self._place_of[self._low + mine]]] = mine
+            parts = source.parts()
+            parts = parts[new_row[np.minimum(parts["row"], len(new_row) - 1)] >= 0]
+            parts["row"] = new_row[parts["row"]]
+            parts["generation"] = 1
+            self._parts.append(parts)
+
+    def _span_bytes(self) -> int:
+        """This shard's share of the saved ones, or what its rows take and a quarter more."""
+        share: int = -(-sum(source.options["span_bytes"] for source in self._sources) // self._shard[1])
+        each = 64 * (2 + len(self._sources[0].fields))  # a head, and the padding of each field
+        need = sum(int(parts["bytes"].sum()) + each * len(parts) for parts in self._parts)
+        return max(share, need + need // 4, 4096)
+
+    def _fill_parts(self, store: Store, progress: bool) -> None:
+        total = sum(int(parts["bytes"].sum()) for parts in self._parts)
+        title = f"loading {self.place.name}, shard {self._shard[0]}"
+        rows = self._rows[np.argsort(self._rows["sequence"])]
+        with Progress(title, total, unit="bytes", enabled=progress) as bar:
+
+            def contents() -> Iterator[tuple[NDArray[Any], NDArray[np.uint8], NDArray[np.uint64]]]:
+                for source, parts in zip(self._sources, self._parts, strict=True):
+                    for mine, content, bounds in source.contents(parts):
+                        yield parts[mine], content, bounds
+                        bar.advance(len(content), len(content))
+
+            load_rows(store.native, rows, contents(), self._total + 1, self.place)
+        k, n = self._shard
+        states = [source.manifest["state"] for source in self._sources]
+        store.native.restore_task_state(dealt_state(states, k, n, len(rows)))
+        store.native.restore_max_priority(max(source.max_priority for source in self._sources))
+        self._restore_counters(store)
+
+    def _restore_counters(self, store: Store) -> None:
         if self._shard[0] == 0:  # counters of the past are kept by one shard
             counters: dict[str, int] = {}
             for source in self._sources:
                 counters = {name: counters.get(name, 0) + count for name, count in source.counters.items()}
-            native.set_counters(counters)
+            store.native.set_counters(counters)
 
     def _bounds(self, n: int) -> NDArray[np.int64]:
         bounds = np.array([k * self._total // n for k in range(n + 1)], np.int64)
         name = self._how.together
         if name is None:
             return bounds
+        if self._plan is not None:
+            raise ArgumentError("together= is not for stores with axes, strings or tasks: leave it out")
         spec = self._sources[0].fields.get(name)
         if spec is None:
             raise FieldError(f"the shards have no field {name!r} to keep rows together by")
@@ -394,6 +474,31 @@ class _ReshardedShard(SavedShard):
         entry = self._entry()
         alone = entry.get("after", 0) if len(self._sources) == 1 else 0
         return np.array([entry.get(f"after/{k}", alone) for k in range(len(self._sources))], np.uint64)
+
+
+def dealt_state(states: Sequence[Mapping[str, Any]], k: int, n: int, rows: int) -> dict[str, Any]:
+    """What is beside the rows of shard k of n, of `rows` rows: clock, limits and counters (`_native.task_state`).
+
+    Shards of one job have one clock. Of `in_flight` each gets its share, and shard 0 gets the counters of the past.
+    """
+    in_flight = [state["in_flight"] for state in states]
+    limits = [state["max_stale"] for state in states]
+    counters = TASK_COUNTERS if k == 0 else ()
+    tasks = range(len(states[0]["tasks"]))
+    return {
+        "clock": max(state["clock"] for state in states),
+        "finished": all(state["finished"] for state in states),
+        "saved_before": max(state["saved_before"] for state in states),
+        "next_row": rows,
+        "passed_before": 0,
+        "in_flight": -(-sum(in_flight) // n) if all(in_flight) else 0,
+        "max_stale": None if None in limits else max(limits),
+        **{name: sum(state[name] for state in states) if name in counters else 0 for name in TASK_COUNTERS},
+        "tasks": [
+            {name: sum(state["tasks"][task][name] for state in states) if k == 0 else 0 for name in TASK_FIGURES}
+            for task in tasks
+        ],
+    }
 
 
 def _priorities_by_record(source: Checkpoint, records: NDArray[Any]) -> list[NDArray[np.uint32]] | None:

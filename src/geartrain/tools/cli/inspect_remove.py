@@ -364,9 +364,11 @@ def _print_histogram(priorities: dict[str, Any]) -> None:
 
 def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
     from geartrain.store.checkpoint_reader import Checkpoint
+    from geartrain.store.saved_parts import COMMITTED, TAKEN, UNDER_WAY
 
     with Checkpoint(directory) as found:
-        manifest, size, shared = found.manifest, found.nbytes, found.shared_nbytes
+        manifest, size, shared, plan = found.manifest, found.nbytes, found.shared_nbytes, found.plan
+        states = None if plan is None else found.listed_rows()["state"]
     if as_json:
         sys.stdout.write(json.dumps(manifest, indent=1) + "\n")
         return
@@ -374,6 +376,16 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
         f"checkpoint of {escape(manifest['created'])}: {manifest['rows']:,} rows, {size / 1e6:,.1f} MB"
         + (f", {shared / 1e6:,.1f} MB of them shared with other checkpoints" if shared else "")
     )
+    if plan is not None and states is not None:
+        named = {"finished": COMMITTED, "under way": UNDER_WAY, "kept by batches until they are saved": TAKEN}
+        counts = {what: int((states == state).sum()) for what, state in named.items()}
+        out.print(", ".join(f"{count:,} {what}" for what, count in counts.items() if count) or "no rows")
+        table = make_table("field", "values of a row", "written by")
+        writers = ["the insert", *(f"task {name}" for name in plan.tasks)]
+        for name, spec in plan.fields.items():
+            table.add_row(escape(name), escape(str(spec)), escape(writers[plan.writer[name]]))
+        out.print(table)
+        return
     table = make_table("field", "shape of a row's block", "dtype", "time in front")
     for field in manifest["fields"]:
         table.add_row(
