@@ -399,11 +399,19 @@ def remove_journaled(name: str, journal: Path, trust: Trust = "user") -> None:
         peeked = peek(name, trust)
         state = peeked.journal_state()
         store, journaled = int(peeked.describe()["store_id"]), None if state is None else state["path"]
-        known = is_journal_of(journal, store, journaled) or peeked.committed_count() == 0
+        known = is_journal_of(journal, store, journaled) or not _has_rows(peeked)
         if known and not peeked.live_clients():
             peeked.unlink()
     except StoreError:  # none, or none to be removed: creating one says so
         return
+
+
+def _has_rows(native: _native.Store) -> bool:
+    """Whether a store has rows that can be drawn, are under way, or that batches have kept."""
+    if native.committed_count():
+        return True
+    figures = native.task_figures() if "axes" in native.describe() else {}
+    return bool(figures.get("under_way") or figures.get("kept"))
 
 
 def check_schema(

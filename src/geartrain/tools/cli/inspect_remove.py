@@ -400,6 +400,7 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
 def _inspect_journal(directory: Path, as_json: bool) -> None:
     from geartrain.store.checkpoint_format import schema_of
     from geartrain.store.journal_directory import JournalDirectory
+    from geartrain.store.stored_plan import stored_plan
 
     journal = JournalDirectory(directory)
     found = journal.contents()
@@ -415,7 +416,11 @@ def _inspect_journal(directory: Path, as_json: bool) -> None:
         "newest_row_ns": newest,
         "next_sequence": found.next_sequence,
         "store": found.store_path,
-        "fields": schema_of(journal.fields, journal.max_length),
+        **(
+            {"fields": schema_of(journal.fields, journal.max_length)}
+            if journal.plan is None
+            else stored_plan(journal.plan)
+        ),
     }
     if as_json:
         sys.stdout.write(json.dumps(about, indent=1) + "\n")
@@ -429,7 +434,9 @@ def _inspect_journal(directory: Path, as_json: bool) -> None:
         out.print(f"newest row committed {(time.time_ns() - newest) / 1e9:,.0f} s ago")
     table = make_table("field", "shape of a step, or of a row's value", "dtype", "per row")
     for name, field in journal.fields.items():
-        table.add_row(escape(name), str(field.shape), field.dtype, "yes" if field.per_row else "no")
+        shape = field.shape if field.axis is None else (field.axis, *field.shape)
+        dtype = field.dtype if field.kind == "array" else field.kind
+        table.add_row(escape(name), escape(str(shape)), dtype, "yes" if field.per_row else "no")
     out.print(table)
 
 
