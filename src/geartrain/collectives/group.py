@@ -16,7 +16,6 @@ from geartrain.collectives.buffers import buffer_of, check_reduction
 from geartrain.collectives.exchange import Exchange, exchange_of
 from geartrain.collectives.exit import close_at_exit
 from geartrain.collectives.group_arguments import checked_config
-from geartrain.collectives.hierarchical_session import HierarchicalSession
 from geartrain.collectives.host_map import RingOrder
 from geartrain.collectives.session import Session
 from geartrain.collectives.shares import Owners, pick_shares
@@ -161,13 +160,10 @@ class Group:
         self._forks = forks()
         until_s = time.monotonic() + timeout_s
         bootstrap = Bootstrap(config.store, name, epoch, rank, world_size, until_s)
-        session: Session | HierarchicalSession | None = None
+        session: Session | None = None
         try:
-            if hierarchical and world_size > 1:
-                session = HierarchicalSession(config, epoch, owners, bootstrap, shares=shares, hosts=hosts)
-            else:
-                session = Session(config, epoch, owners, bootstrap)
-            self._session: Session | HierarchicalSession = session
+            session = Session(config, epoch, owners, bootstrap, hierarchical=hierarchical, hosts=hosts, shares=shares)
+            self._session = session
             order = self._ring_order()
             advice = None if order is None or rank != 0 else order.advice()
             if advice is not None:
@@ -407,7 +403,7 @@ class Group:
         self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         session = self._session
-        if isinstance(session, HierarchicalSession):
+        if session.map is not None:
             raise ArgumentError(f"a hierarchical group can only all-reduce: {exchange.collective} is refused")
         if self.algorithm == "ring" or session.owners.reducers or min(self.shares) <= 0:
             raise ArgumentError(
@@ -468,7 +464,7 @@ class Group:
 
     def _ring_order(self) -> RingOrder | None:
         """Of a ring in rank order; a hierarchical one has a rank of every host."""
-        if self.algorithm != "ring" or isinstance(self._session, HierarchicalSession):
+        if self.algorithm != "ring" or self._session.map is not None:
             return None
         return RingOrder.of(self._session.bootstrap.hosts)
 
