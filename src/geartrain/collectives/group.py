@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
@@ -14,7 +17,6 @@ from geartrain._native import forks
 from geartrain.collectives.bootstrap import Bootstrap
 from geartrain.collectives.buffers import buffer_of, check_reduction
 from geartrain.collectives.exchange import Exchange, exchange_of
-from geartrain.collectives.exit import close_at_exit
 from geartrain.collectives.group_arguments import checked_config
 from geartrain.collectives.host_map import RingOrder
 from geartrain.collectives.session import Session
@@ -168,7 +170,7 @@ class Group:
             advice = None if order is None or rank != 0 else order.advice()
             if advice is not None:
                 _log.warning("group %r: %s", name, advice)
-            close_at_exit(self)
+            _alive.add(self)
             register(self, "group", _figures)
         except BaseException as error:  # ranks that still join are told, and those that have joined
             bootstrap.fail(error)
@@ -520,3 +522,14 @@ def _figures(group: Group) -> dict[str, Any]:
         "failed": "" if error is None else str(error),
         **group.counters(),
     }
+
+
+_alive: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter drops the arrays of their operations."""
+    for group in list(_alive):
+        with suppress(Exception):
+            group.close(1.0)
