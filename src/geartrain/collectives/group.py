@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
@@ -14,9 +17,7 @@ from geartrain._native import forks
 from geartrain.collectives.bootstrap import Bootstrap
 from geartrain.collectives.buffers import buffer_of, check_reduction
 from geartrain.collectives.exchange import Exchange, exchange_of
-from geartrain.collectives.exit import close_at_exit
 from geartrain.collectives.group_arguments import checked_config
-from geartrain.collectives.hierarchical_session import HierarchicalSession
 from geartrain.collectives.host_map import RingOrder
 from geartrain.collectives.session import Session
 from geartrain.collectives.shares import Owners, pick_shares
@@ -161,18 +162,15 @@ class Group:
         self._forks = forks()
         until_s = time.monotonic() + timeout_s
         bootstrap = Bootstrap(config.store, name, epoch, rank, world_size, until_s)
-        session: Session | HierarchicalSession | None = None
+        session: Session | None = None
         try:
-            if hierarchical and world_size > 1:
-                session = HierarchicalSession(config, epoch, owners, bootstrap, shares=shares, hosts=hosts)
-            else:
-                session = Session(config, epoch, owners, bootstrap)
-            self._session: Session | HierarchicalSession = session
+            session = Session(config, epoch, owners, bootstrap, hierarchical=hierarchical, hosts=hosts, shares=shares)
+            self._session = session
             order = self._ring_order()
             advice = None if order is None or rank != 0 else order.advice()
             if advice is not None:
                 _log.warning("group %r: %s", name, advice)
-            close_at_exit(self)
+            _alive.add(self)
             register(self, "group", _figures)
         except BaseException as error:  # ranks that still join are told, and those that have joined
             bootstrap.fail(error)
@@ -407,7 +405,7 @@ class Group:
         self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         session = self._session
-        if isinstance(session, HierarchicalSession):
+        if session.map is not None:
             raise ArgumentError(f"a hierarchical group can only all-reduce: {exchange.collective} is refused")
         if self.algorithm == "ring" or session.owners.reducers or min(self.shares) <= 0:
             raise ArgumentError(
@@ -468,7 +466,7 @@ class Group:
 
     def _ring_order(self) -> RingOrder | None:
         """Of a ring in rank order; a hierarchical one has a rank of every host."""
-        if self.algorithm != "ring" or isinstance(self._session, HierarchicalSession):
+        if self.algorithm != "ring" or self._session.map is not None:
             return None
         return RingOrder.of(self._session.bootstrap.hosts)
 
@@ -524,3 +522,14 @@ def _figures(group: Group) -> dict[str, Any]:
         "failed": "" if error is None else str(error),
         **group.counters(),
     }
+
+
+_alive: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter drops the arrays of their operations."""
+    for group in list(_alive):
+        with suppress(Exception):
+            group.close(1.0)

@@ -1,10 +1,30 @@
-"""Runs the three stages of a hierarchical all-reduce: within the host, across hosts, and within the host again.
+"""The three stages of a hierarchical all-reduce: within the host, across hosts, and within the host again.
+
+A piece of an array, on two hosts of three ranks:
+
+    host 0     rank 0: a0 b0 c0     reduce-scatter    A0         lanes across hosts    A0+A1       all-gather
+               rank 1: a1 b1 c1     within the host      B0      lane 0: ranks 0, 3       B0+B1    within the host
+               rank 2: a2 b2 c2                             C0   lane 1: ranks 1, 4          C0+C1
+    host 1     rank 3: ...                            A1         lane 2: ranks 2, 5    A0+A1       ...
+
+Lanes. After the reduce-scatter, every rank has one part of its host's sum. It all-reduces this part with the ranks at
+the same place on the other hosts. These ranks form a *lane*. The traffic between hosts therefore does not grow with the
+number of ranks per host: it is the traffic of one rank per host. Each lane is a native group of its own, with the
+group's shares, reducers or ring. If hosts differ in size, there are as many lanes as the smallest host has ranks. The
+other ranks take part within their host only.
+
+Order of sums. Values are summed in rank order within each host, and then host by host. Hosts are ordered by their
+lowest rank. The order depends only on the map of ranks to hosts, not on lanes, shares or arrival. A ring of hosts sums
+in its own order, which gives the same bits on all ranks for the same map.
+
+Rounding. Each of the two levels rounds 16-bit floats once. If an average is rounded in this way, the values are divided
+by the number of all ranks first, within each host.
 
 Arrays are cut into pieces of `PIECE_BYTES`, and the stages of different pieces overlap. Everything happens in place.
 The caller issues the first stage. Two threads issue the second and the third stage. Each follows the order of the
 calls, which is the same on all ranks.
 
-If one part (a native group of this rank) fails, all parts of the rank end with the same text and the same members. The
+If one stage's native group fails, all stages of the rank end with the same text and the same members. The
 fault reaches every rank in this way.
 
 Within the host, an operation has its own deadline. Across hosts the deadline is one second later, and in the third
@@ -27,32 +47,28 @@ from geartrain.collectives.buffers import DTYPE_CODES, ITEM_SIZES, OPS
 from geartrain.collectives.exchange import COLLECTIVES
 from geartrain.collectives.faults import ABORTED, CLOSED, Fault, as_reason, from_reason, renumbered_text
 from geartrain.collectives.host_map import cut
-from geartrain.collectives.session import Session
 from geartrain.collectives.work import Work
 from geartrain.core.threads import DaemonThread, ReentrantEvent
-from geartrain.errors import ConnectionClosedError, GeartrainError
+from geartrain.errors import ArgumentError, ConnectionClosedError, GeartrainError
 
 PIECE_BYTES = 4 << 20
+#: (array dtype, wire dtype): pairs that are supported between hosts.
+_WIRES = {("float32", "bfloat16"), ("float32", "float16")}
 #: Each stage's deadline is this much later than the previous one's, so that the first stage to wait names the rank.
 STAGE_S = 1.0
-_END_S = 2.0  # of `close`, for parts that end by the same deadline
+_END_S = 2.0  # of `close`, for stages that end by the same deadline
 _MOMENT_S = 0.3  # of `close`, for all operations in progress together
 
 
 @dataclass
-class GroupPart:
+class Stage:
     """A native group of some of the ranks, with their rank numbers in the whole group."""
 
-    session: Session
+    native: Any
     ranks: Sequence[int]
 
-    @property
-    def native(self) -> Any:
-        """Of the session."""
-        return self.session.native
-
     def as_whole(self, fault: Fault, reducers_from: int) -> Fault:
-        """The fault as all ranks number it; one that another part has had, as that part's rank has told it."""
+        """The fault as all ranks number it; one that another stage has had, as that stage's rank has told it."""
         told = from_reason(fault)
         if told is not None:
             return told
@@ -72,19 +88,19 @@ class StagedOperation:
         #: Whether some stage averages 16-bit floats: their sum may overflow although the average does not.
         self.divides_first = work.op == "avg" and (ITEM_SIZES[work.dtype] == 2 or work.wire_dtype != work.dtype)
         self.elements = work.count
-        #: Values that each part compares among its ranks, in addition to the stage itself.
+        #: Values that each stage compares among its ranks, in addition to the stage itself.
         self.whole = (work.count, OPS[work.op], DTYPE_CODES[work.wire_dtype], stages.world_size)
         self.left = pieces  # whose last stage is not issued
-        self.works: list[tuple[GroupPart, Any]] = []
+        self.works: list[tuple[Stage, Any]] = []
         self.issued = ReentrantEvent()
         self.failed: Fault | None = None
 
-    def remaining_s(self, stage: int) -> float:
+    def remaining_s(self, which: int) -> float:
         """Until the deadline of its stage 0, 1 or 2."""
-        return max(self.until_s + stage * STAGE_S - time.monotonic(), 0.001)
+        return max(self.until_s + which * STAGE_S - time.monotonic(), 0.001)
 
     def done(self) -> bool:
-        """Whether it has ended, and no part uses the array any more."""
+        """Whether it has ended, and no stage uses the array any more."""
         return self.issued.is_set() and all(work.done() for _, work in self.works)
 
     def wait(self, timeout_s: float) -> bool:
@@ -97,10 +113,10 @@ class StagedOperation:
     def fault(self) -> Fault | None:
         """Why it failed, once done."""
         if self.failed is None:
-            for part, work in self.works:
+            for stage, work in self.works:
                 fault = work.fault()
                 if fault is not None:
-                    self.failed = self.stages.failed(part, fault)
+                    self.failed = self.stages.failed(stage, fault)
                     break
         return self.failed
 
@@ -117,14 +133,14 @@ class _Piece:
 
 @dataclass
 class HostStages:
-    """This rank's parts, the operations in progress, and the threads that issue the second and third stages."""
+    """This rank's stages, the operations in progress, and the threads that issue the second and third stages."""
 
     world_size: int
     place: int  # of this rank on its host
     lanes: int
-    within: GroupPart | None  # None where the host has one rank
-    across: GroupPart | None  # None on a rank without a lane, and where there is one host
-    back: GroupPart | None
+    within: Stage | None  # None where the host has one rank
+    across: Stage | None  # None on a rank without a lane, and where there is one host
+    back: Stage | None
     rank: int
     first_fault: Fault | None = None
     open: deque[StagedOperation] = field(default_factory=deque)
@@ -144,17 +160,20 @@ class HostStages:
             self.summed.put(None)  # ends the one that was started
             raise
 
-    def parts(self) -> list[GroupPart]:
-        """The parts that exist."""
-        return [part for part in (self.within, self.across, self.back) if part is not None]
+    def each(self) -> list[Stage]:
+        """The stages that exist."""
+        return [stage for stage in (self.within, self.across, self.back) if stage is not None]
 
     # --- stages -------------------------------------------------------------------------------------------------------
 
     def begin(self, work: Work) -> StagedOperation:
         """Issues the first stage of each piece. By one thread at a time.
 
-        Raises `ConnectionClosedError` where `close` comes first, or in the middle: after its end no piece is moved.
+        Raises `ConnectionClosedError` where `close` comes first, or in the middle: after its end no piece is moved; and
+        `ArgumentError` for a dtype that is not sent as asked.
         """
+        if work.wire_dtype != work.dtype and (work.dtype, work.wire_dtype) not in _WIRES:
+            raise ArgumentError(f"{work.dtype} cannot be sent as {work.wire_dtype}")
         size = ITEM_SIZES[work.dtype]
         per_piece = PIECE_BYTES // size
         starts = range(0, work.count, per_piece) if work.count else range(1)
@@ -180,35 +199,35 @@ class HostStages:
         self._count_done()
         return operation
 
-    def _segments(self, piece: _Piece, part: GroupPart) -> list[tuple[int, int]]:
+    def _segments(self, piece: _Piece, stage: Stage) -> list[tuple[int, int]]:
         size = ITEM_SIZES[piece.operation.dtype]
         found = [(piece.address + start * size, count) for start, count in piece.parts]
-        return found + [(piece.address, 0)] * (len(part.ranks) - self.lanes)
+        return found + [(piece.address, 0)] * (len(stage.ranks) - self.lanes)
 
-    def _run(self, piece: _Piece, part: GroupPart, collective: str, stage: int) -> Any:
+    def _run(self, piece: _Piece, stage: Stage, collective: str, which: int) -> Any:
         """A reduce-scatter or all-gather of the piece, in place."""
         operation = piece.operation
-        every = self._segments(piece, part)
+        every = self._segments(piece, stage)
         own = [every[self.place]]
-        native = part.native.run(
+        native = stage.native.run(
             COLLECTIVES[collective],
-            every if stage == 0 else own,
-            own if stage == 0 else every,
+            every if which == 0 else own,
+            own if which == 0 else every,
             DTYPE_CODES[operation.dtype],
-            self._op(operation, part) if stage == 0 else OPS["sum"],
+            self._op(operation, stage) if which == 0 else OPS["sum"],
             0,
-            operation.remaining_s(stage),
+            operation.remaining_s(which),
             keep=operation.keep,
             whole=operation.whole,
         )
-        operation.works.append((part, native))
+        operation.works.append((stage, native))
         return native
 
-    def _op(self, operation: StagedOperation, part: GroupPart) -> int:
-        """What a part does for an operation. One that averages divides by the number of all ranks, before it rounds."""
+    def _op(self, operation: StagedOperation, stage: Stage) -> int:
+        """What a stage does. One that averages divides by the number of all ranks before it rounds."""
         if operation.op != "avg":
             return OPS[operation.op]
-        divides = part is self.within or len(part.ranks) == self.world_size
+        divides = stage is self.within or len(stage.ranks) == self.world_size
         return OPS["avg" if operation.divides_first and divides else "sum"]
 
     def _divide(self, address: int, count: int, operation: StagedOperation) -> None:
@@ -256,7 +275,7 @@ class HostStages:
         self,
         source: queue.SimpleQueue[_Piece | None],
         target: queue.SimpleQueue[_Piece | None] | None,
-        before: Callable[[_Piece], tuple[GroupPart | None, Any]],
+        before: Callable[[_Piece], tuple[Stage | None, Any]],
         issue: Callable[[_Piece], None],
     ) -> None:
         """Issues a stage of piece after piece, once the stage before is done; of a failed operation none."""
@@ -267,7 +286,7 @@ class HostStages:
         self,
         piece: _Piece | None,
         target: queue.SimpleQueue[_Piece | None] | None,
-        before: Callable[[_Piece], tuple[GroupPart | None, Any]],
+        before: Callable[[_Piece], tuple[Stage | None, Any]],
         issue: Callable[[_Piece], None],
     ) -> bool:
         """False after the last piece."""
@@ -276,14 +295,14 @@ class HostStages:
                 target.put(None)
             return False
         operation = piece.operation
-        part, work = before(piece)
+        stage, work = before(piece)
         try:
-            if part is not None and work is not None:
+            if stage is not None and work is not None:
                 while not work.wait(3600.0):  # it has a deadline of its own
                     pass
                 fault = work.fault()
                 if fault is not None and operation.failed is None:
-                    operation.failed = self.failed(part, fault)
+                    operation.failed = self.failed(stage, fault)
             if operation.failed is None:
                 issue(piece)
         except Exception as error:
@@ -298,9 +317,9 @@ class HostStages:
 
     # --- faults -------------------------------------------------------------------------------------------------------
 
-    def failed(self, part: GroupPart, fault: Fault) -> Fault:
-        """Ends all parts, after a fault of one; returns the first fault, as all ranks are numbered."""
-        return self._end(part.as_whole(fault, self.world_size))
+    def failed(self, stage: Stage, fault: Fault) -> Fault:
+        """Ends all stages, after a fault of one; returns the first fault, as all ranks are numbered."""
+        return self._end(stage.as_whole(fault, self.world_size))
 
     def _fault_of(self, error: Exception) -> Fault:
         if isinstance(error, GeartrainError) and self.ended:
@@ -315,17 +334,17 @@ class HostStages:
             known = self.first_fault
         if first and fault[0] != CLOSED:
             told = as_reason(fault)
-            for part in self.parts():
-                part.native.abort(told)
+            for stage in self.each():
+                stage.native.abort(told)
         return known
 
     def fault(self) -> Fault | None:
-        """The first fault of any part."""
+        """The first fault of any stage."""
         if self.first_fault is None:
-            for part in self.parts():
-                fault = part.native.fault()
+            for stage in self.each():
+                fault = stage.native.fault()
                 if fault is not None:
-                    return self.failed(part, fault)
+                    return self.failed(stage, fault)
         return self.first_fault
 
     def abort(self, reason: str) -> None:
@@ -335,7 +354,7 @@ class HostStages:
     # --- the end, counters --------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> None:
-        """Ends the parts, after a moment for operations in progress, and the threads."""
+        """Ends the stages, after a moment for operations in progress, and the threads."""
         if os.getpid() != self.pid:
             return
         until_s = time.monotonic() + timeout_s
@@ -350,14 +369,14 @@ class HostStages:
                 self.summed.put(None)
             self.ended = True
         ends = []
-        for part in self.parts():
+        for stage in self.each():
             left = (max(until_s - time.monotonic(), 0.0),)
-            end = DaemonThread(part.native.close, "geartrain-close", left)
+            end = DaemonThread(stage.native.close, "geartrain-close", left)
             try:
                 end.start()
                 ends.append(end)
             except GeartrainError:  # no more threads: one after the other, by the same deadline
-                part.native.close(*left)
+                stage.native.close(*left)
         for end in ends:
             # A signal's handler that interrupts the start of a thread has a lock that these need: they end after it.
             end.join(max(until_s - time.monotonic(), 0.0) + _END_S)
@@ -372,14 +391,14 @@ class HostStages:
                     self.counted["array_bytes"] += operation.elements * ITEM_SIZES[operation.dtype]
 
     def counts(self) -> dict[str, Any]:
-        """As of a native group, of all parts together; the window is that between hosts."""
+        """As of a native group, of all stages together; the window is that between hosts."""
         self._count_done()
-        each = [(part, part.native.counts()) for part in self.parts()]
+        each = [(stage, stage.native.counts()) for stage in self.each()]
         found: dict[str, Any] = dict(self.counted)
         found["reduced_bytes"] = sum(counts["reduced_bytes"] for _, counts in each)
         for key in ("bytes_sent", "bytes_received", "links"):
             found[key] = {path: sum(counts[key][path] for _, counts in each) for path in ("tcp", "shm")}
-        across = next((counts for part, counts in each if part is self.across), None)
+        across = next((counts for stage, counts in each if stage is self.across), None)
         for key in ("window_bytes", "least_delay_us"):
             found[key] = 0 if across is None else across[key]
         for key in (

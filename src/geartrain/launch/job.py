@@ -17,7 +17,6 @@ from typing import Any, Literal, NoReturn, get_args
 from geartrain.core.arguments import check_choice, check_keywords, check_path, check_text, did_you_mean, shown
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
-from geartrain.launch.amounts import check_amount, check_shared_memory
 from geartrain.launch.role_hosts import HostTerms, check_classes, check_terms, class_names, resolve_hosts
 from geartrain.store.tasked import Output
 
@@ -92,9 +91,9 @@ class Role:
             _whole(about, "threads", self.threads, 1)
         if self.silent_s is not None:
             _seconds(about, "silent_s", self.silent_s)
-        check_amount(about, "cpus", self.cpus)
-        check_amount(about, "gpus", self.gpus, whole=True)
-        check_amount(about, "memory_gb", self.memory_gb)
+        _check_amount(about, "cpus", self.cpus)
+        _check_amount(about, "gpus", self.gpus, whole=True)
+        _check_amount(about, "memory_gb", self.memory_gb)
         for what, given in (("env", self.env), ("args", self.args)):
             if not isinstance(given, Mapping):
                 raise ArgumentError(f"{about}: {what} is a table of names and values, found {given!r}")
@@ -650,6 +649,36 @@ def _whole(about: str, what: str, value: Any, least: int, most: int = 2**31) -> 
         raise ArgumentError(f"{about}: {what} is a whole number from {least} {upto}, found {shown(value)}")
 
 
+def check_shared_memory(about: str, given: Any) -> dict[str, float]:
+    """Shared memory by terms of hosts: a number is that of all.
+
+    Raises:
+        ArgumentError: it is neither a number above 0 nor a table of such numbers.
+    """
+    if given is None:
+        return {}
+    table = given if isinstance(given, Mapping) else {"all": given}
+    checked = {}
+    for terms, value in table.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+            raise ArgumentError(
+                f"{about}: shared_memory_gb is a number above 0, or a table of numbers by hosts such as "
+                f"{{ trainers = 20, simulators = 1 }}, found {given!r}"
+            )
+        checked[check_terms(f"{about}: shared_memory_gb", terms)] = float(value)
+    return checked
+
+
+def _check_amount(about: str, what: str, value: Any, *, whole: bool = False) -> None:
+    """Raises `ArgumentError` for an invalid amount of a resource. None is valid and means unspecified."""
+    if value is None:
+        return
+    kinds = int if whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < 1e9 or (value == 0 and not whole):
+        allowed = "a whole number from 0 on" if whole else "a number above 0"
+        raise ArgumentError(f"{about}: {what} is {allowed}, found {value!r}")
+
+
 __all__ = [
     "ACT",
     "REDUCE",
@@ -663,6 +692,7 @@ __all__ = [
     "Target",
     "actors",
     "agents",
+    "check_shared_memory",
     "exit_unusable",
     "find",
     "find_or_exit",

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
-from geartrain.launch.amounts import check_shared_memory
-from geartrain.launch.job import Job
+from geartrain.launch.job import Job, check_shared_memory
 from geartrain.launch.placed_role import place
 from geartrain.launch.role_hosts import resolve_hosts
 
