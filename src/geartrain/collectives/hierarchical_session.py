@@ -109,8 +109,8 @@ class HierarchicalSession:
             back = part(f"host{host}/back", self.map.hosts[host], None)
             if within is not None and hosts is None and config.native["shm"] and within.native.counts()["links"]["tcp"]:
                 _log.warning(
-                    "group %r: rank %d and other ranks that seem to be on its host share no memory: pass hosts= "
-                    "to say which host each rank is on",
+                    "group %r: rank %d and other ranks that seem to be on its host share no memory: give "
+                    "GroupOptions(hosts=) to say which host each rank is on",
                     config.name,
                     config.rank,
                 )
