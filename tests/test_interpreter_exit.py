@@ -41,7 +41,7 @@ HANDSHAKES = """
 """
 MEETINGS = """
     import json
-    from geartrain.collectives import Group
+    from geartrain.collectives import Group, GroupOptions
 
     class Places:  # rank 0 says the same as rank 1, but for its address, where nobody listens
         said = "{}"
@@ -54,7 +54,7 @@ MEETINGS = """
             return not any("failure" in key for key in keys)
 
     def call():
-        Group(1, 2, store=Places(), timeout_s=60, host="127.0.0.1")
+        Group(1, 2, store=Places(), timeout_s=60, options=GroupOptions(host="127.0.0.1"))
 """
 PICKLES = """
     from geartrain.transport.codec import native_codec

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collectives_crew import MemoryStore, run_ranks
+from collectives_crew import MemoryStore, group_of, run_ranks
 from deadlines import patience
 from reductions import in_order
 
@@ -83,7 +83,7 @@ def test_an_array_of_the_other_byte_order_is_refused_not_summed_as_if_it_were_of
 )
 def test_arguments_of_a_group_that_are_none_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError):
-        Group(**{"rank": 0, "world_size": 1, **options})
+        group_of(**{"rank": 0, "world_size": 1, **options})
 
 
 def test_timeouts_of_a_group_and_a_reducer_are_numbers_of_seconds() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from collectives_crew import group_of
 from deadlines import patience, until
 from reductions import in_order
 
@@ -321,7 +322,7 @@ def test_arrays_are_reduced_out_of_the_ranks_memory_by_request_with_the_same_bit
             ("not asked for", {}),
             ("not at all", {"cross_memory": False}),
         ):
-            with Group(rank, 3, store=store, name=name, timeout_s=patience(20), **asked) as group:
+            with group_of(rank, 3, store=store, name=name, timeout_s=patience(20), **asked) as group:
                 connected.wait(patience(60))
                 assert (group.all_reduce(parts[rank].copy()) == expected).all()
                 assert (group.reduce_scatter([parts[rank]] * 3, np.empty_like(expected)) == expected).all()
@@ -367,7 +368,7 @@ def test_many_ranks_for_each_core_read_large_arrays_unasked_and_fewer_ranks_do_n
 )
 def test_reading_where_nothing_can_be_read_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="least_read_bytes"):
-        Group(0, 1, **given)
+        group_of(0, 1, **given)
 
 
 @pytest.mark.parametrize("crew", [{"algorithm": "ring"}, {"shares": (1.0, 0.0)}])
@@ -375,7 +376,7 @@ def test_groups_that_cannot_exchange_say_so(crew: dict[str, Any]) -> None:
     store = dist.HashStore()
 
     def run(rank: int) -> None:
-        with Group(rank, 2, store=store, timeout_s=patience(20), **crew) as group:
+        with group_of(rank, 2, store=store, timeout_s=patience(20), **crew) as group:
             with pytest.raises(ArgumentError, match="own a share"):
                 group.broadcast(np.ones(5), root=0)
             group.all_reduce(np.ones(5))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collectives_crew import MemoryStore, run_ranks
+from collectives_crew import MemoryStore, group_of, run_ranks
 from deadlines import patience, until
 
 import geartrain._native as _native
@@ -228,7 +228,7 @@ def test_a_ring_whose_neighbours_cross_hosts_says_so_once_and_counts_it(
 
 def refused(rank: int, store: MemoryStore, options: dict[str, Any]) -> GeartrainError:
     with pytest.raises(GeartrainError) as caught:
-        Group(rank, 2, store=store, timeout_s=20.0, **options)
+        group_of(rank, 2, store=store, timeout_s=20.0, **options)
     return caught.value
 
 
@@ -243,9 +243,9 @@ def test_ranks_that_disagree_on_the_hierarchy_are_told() -> None:
 def test_what_a_hierarchical_group_does_not_do_is_refused_at_the_door() -> None:
     for more in ({"hosts": ["a"]}, {"hierarchical": True, "hosts": "ab"}, {"hierarchical": True, "hosts": [1, 2, 3]}):
         with pytest.raises(ArgumentError, match="name for each of 2 ranks"):
-            Group(0, 2, store=MemoryStore(), **more)  # type: ignore[arg-type]
+            group_of(0, 2, store=MemoryStore(), **more)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="connections between all ranks"):
-        Group(0, 2, store=MemoryStore(), hierarchical=True, on_reducer_loss="continue")
+        group_of(0, 2, store=MemoryStore(), hierarchical=True, on_reducer_loss="continue")
 
     def body(rank: int, group: Group) -> None:
         with pytest.raises(ArgumentError, match="hierarchical"):
@@ -488,7 +488,7 @@ def test_a_group_that_is_dropped_ends_its_threads() -> None:
     made: list[Any] = [None, None]
 
     def make(rank: int) -> None:
-        made[rank] = Group(rank, 2, store=stores, hierarchical=True, hosts=[0, 1], timeout_s=30.0)
+        made[rank] = group_of(rank, 2, store=stores, hierarchical=True, hosts=[0, 1], timeout_s=30.0)
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
     for thread in threads:

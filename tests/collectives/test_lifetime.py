@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collectives_crew import MemoryStore
+from collectives_crew import MemoryStore, group_of
 from deadlines import patience
 
 from geartrain.collectives import Group, Reducer
@@ -30,7 +30,7 @@ def groups_of(world_size: int, **options: Any) -> list[Group]:
     groups: list[Any] = [None] * world_size
 
     def make(rank: int) -> None:
-        groups[rank] = Group(rank, world_size, store=store, timeout_s=patience(20), **options)
+        groups[rank] = group_of(rank, world_size, store=store, timeout_s=patience(20), **options)
 
     in_threads(*(lambda rank=rank: make(rank) for rank in range(world_size)))  # type: ignore[misc]
     return groups
@@ -271,7 +271,9 @@ def test_a_rank_that_gives_up_once_all_have_joined_tells_the_others_at_once(monk
     def join(rank: int) -> None:
         began_s = time.monotonic()
         try:
-            Group(rank, 2, store=store, timeout_s=300.0, host="127.0.0.1", **options).all_reduce(np.ones(4, np.float32))
+            group_of(rank, 2, store=store, timeout_s=300.0, host="127.0.0.1", **options).all_reduce(
+                np.ones(4, np.float32)
+            )
         except GeartrainError as error:
             told.append(str(error))
         took_s.append(time.monotonic() - began_s)

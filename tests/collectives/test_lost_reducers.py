@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collectives_crew import run_ranks
+from collectives_crew import group_of, run_ranks
 from deadlines import patience
 from speaking import HERE, Process, reducer_process
 
@@ -276,7 +276,7 @@ def test_each_loss_takeover_and_return_is_logged_once_and_counted(caplog: pytest
 @pytest.mark.parametrize("silence_s", [0, 0.01, -1.0, float("nan"), float("inf")])
 def test_a_senseless_time_of_silence_is_refused(silence_s: float) -> None:
     with pytest.raises(ArgumentError, match="reducer_silence_s"):
-        Group(0, 1, reducer_silence_s=silence_s)
+        group_of(0, 1, reducer_silence_s=silence_s)
 
 
 def test_a_reducer_that_only_waits_for_a_slow_rank_is_kept() -> None:
@@ -308,4 +308,4 @@ def test_a_reducer_that_is_stopped_in_order_is_replaced_too() -> None:
 
 def test_an_unknown_answer_to_a_lost_reducer_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ArgumentError, match="on_reducer_loss is one of 'raise', 'continue', found 'reform'"):
-        Group(0, 1, on_reducer_loss="reform")
+        group_of(0, 1, on_reducer_loss="reform")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collectives_crew import MemoryStore, run_ranks
+from collectives_crew import MemoryStore, group_of, run_ranks
 from deadlines import patience
 from reductions import in_order
 
@@ -95,7 +95,7 @@ def test_groups_that_list_a_reducer_once_are_spread_over_its_threads() -> None:
         try:
             while len(groups) < 64 and min(busy_s()) < 0.05:
                 assert time.monotonic() < until, busy_s()
-                groups.append(Group(0, 1, reducers=[reducer.address], shares=[0, 1], transport="tcp"))
+                groups.append(group_of(0, 1, reducers=[reducer.address], shares=[0, 1], transport="tcp"))
                 for _ in range(10):
                     groups[-1].all_reduce(array)
             assert min(busy_s()) >= 0.05, "all groups came to one thread"
@@ -109,18 +109,18 @@ def test_groups_that_list_a_reducer_once_are_spread_over_its_threads() -> None:
 def test_a_group_is_counted_once_whatever_the_threads() -> None:
     with Reducer(threads=2, max_groups=1) as reducer:
         options: dict[str, Any] = {"reducers": reducer.addresses, "shares": [0, 0.5, 0.5]}
-        with Group(0, 1, **options) as group:
+        with group_of(0, 1, **options) as group:
             group.all_reduce(np.ones(100_000, np.float32))
             found = reducer.metrics()
             assert (found["groups"], found["ranks"], found["groups_served"]) == (1, 1, 1)
             with pytest.raises(Exception, match="limit of groups"):
-                Group(0, 1, **options, timeout_s=patience(5))
+                group_of(0, 1, **options, timeout_s=patience(5))
         until = time.monotonic() + patience(20)
         while reducer.metrics()["groups"] and time.monotonic() < until:
             time.sleep(0.01)
         found = reducer.metrics()
         assert (found["groups"], found["groups_failed"], found["memory_bytes"]) == (0, 0, 0)
-        with Group(0, 1, **options) as group:
+        with group_of(0, 1, **options) as group:
             assert group.all_reduce(np.ones(100_000, np.float32))[7] == 1
 
 

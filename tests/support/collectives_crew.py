@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
 from deadlines import patience
 
-from geartrain.collectives import Group
+from geartrain.collectives import Group, GroupOptions
 
 
 class MemoryStore:
@@ -36,6 +37,12 @@ class MemoryStore:
                 raise RuntimeError("timed out")
 
 
+def group_of(rank: int, world_size: int, **options: Any) -> Group:
+    """A group; fields of `GroupOptions` may be among its options."""
+    rare = {field.name: options.pop(field.name) for field in fields(GroupOptions) if field.name in options}
+    return Group(rank, world_size, options=GroupOptions(**rare), **options)
+
+
 def run_ranks(
     world_size: int, body: Callable[[int, Group], Any], on_error: Callable[[], None] = lambda: None, **options: Any
 ) -> list[Any]:
@@ -48,7 +55,7 @@ def run_ranks(
 
     def rank(number: int) -> None:
         try:
-            group = Group(number, world_size, **options)
+            group = group_of(number, world_size, **options)
             try:
                 results[number] = body(number, group)
             finally:

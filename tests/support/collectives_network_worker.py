@@ -9,16 +9,15 @@ import time
 from pathlib import Path
 
 import numpy as np
+from collectives_crew import group_of
 from collectives_worker import DirectoryStore, say
-
-from geartrain.collectives import Group
 
 
 def main() -> None:
     root, rank, size, options = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
     windows, sizes, host = options["windows"], options["sizes"], f"10.77.0.{rank + 1}"
     groups = {
-        window: Group(
+        window: group_of(
             rank,
             size,
             store=DirectoryStore(root),

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from collectives_crew import group_of
 
-from geartrain.collectives import Group
 from geartrain.errors import GeartrainError
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     root, rank, size, options = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
     exchanges = options.pop("exchanges", False)
     steps, op_timeout_s, n = options.pop("steps"), options.pop("op_timeout_s", 20.0), options.pop("n", 200_000)
-    group = Group(rank, size, store=DirectoryStore(root), **{"timeout_s": 30.0, **options})
+    group = group_of(rank, size, store=DirectoryStore(root), **{"timeout_s": 30.0, **options})
     try:
         for step in range(steps):
             array = np.full(n, rank + step, np.float32)

@@ -8,16 +8,15 @@ import time
 from pathlib import Path
 
 import numpy as np
+from collectives_crew import group_of
 from collectives_worker import DirectoryStore, say
-
-from geartrain.collectives import Group
 
 LAPS = 7
 
 
 def main() -> None:
     root, (rank, size, count, window) = Path(sys.argv[1]), map(int, sys.argv[2:])
-    group = Group(
+    group = group_of(
         rank,
         size,
         store=DirectoryStore(root),

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from collectives_crew import group_of
 from collectives_worker import DirectoryStore
 
-from geartrain.collectives import Group
 from geartrain.errors import GeartrainError
 
 
@@ -23,7 +23,7 @@ def say(**words: Any) -> None:
 
 def train(root: Path, rank: int, size: int, options: dict[str, Any]) -> None:
     steps, count, gate = options.pop("steps"), options.pop("count"), options.pop("gate", None)
-    group = Group(rank, size, store=DirectoryStore(root), **{"timeout_s": 60.0, **options})
+    group = group_of(rank, size, store=DirectoryStore(root), **{"timeout_s": 60.0, **options})
     try:
         digest = hashlib.sha256()
         for step in range(steps):

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from collectives_crew import group_of
 from collectives_worker import DirectoryStore, say
 
-from geartrain.collectives import Group
 from geartrain.errors import GeartrainError
 
 SIZES = (50_001, 17, 4096, 130_000)
@@ -48,7 +48,7 @@ def main() -> None:
     root, rank, size, options = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
     until, lasts_s = root / "end", options.pop("lasts_s", 0.0)
     numbers, stop = Numbers(size), np.zeros(1, np.int32)
-    group = Group(rank, size, store=DirectoryStore(root), timeout_s=60.0, on_reducer_loss="continue", **options)
+    group = group_of(rank, size, store=DirectoryStore(root), timeout_s=60.0, on_reducer_loss="continue", **options)
     took_s, began_s = [], time.monotonic()
     try:
         step = 0

@@ -75,7 +75,7 @@ def main(folder: Path, rank: int) -> None:
             node.tell("node-0", "traced.echo", 3)
             with contextlib.suppress(RemoteError):
                 node.call("node-0", "traced.fail")
-        with collectives.Group(rank, 2, store=store, host="127.0.0.1") as group:
+        with collectives.Group(rank, 2, store=store, options=collectives.GroupOptions(host="127.0.0.1")) as group:
             for _ in range(3):
                 group.all_reduce(np.ones(4, np.float32))
 

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import geartrain._native as _native
 from geartrain.collectives.group import Group
+from geartrain.collectives.group_arguments import GroupOptions
 from geartrain.collectives.reducer import Reducer
 from geartrain.collectives.work import Work
 from geartrain.errors import MissingDependencyError
 
-__all__ = ["Group", "Reducer", "Work", "include_path", "library_path"]
+__all__ = ["Group", "GroupOptions", "Reducer", "Work", "include_path", "library_path"]
 
 
 def library_path() -> Path:

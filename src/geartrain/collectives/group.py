@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
@@ -17,7 +17,7 @@ from geartrain._native import forks
 from geartrain.collectives.bootstrap import Bootstrap
 from geartrain.collectives.buffers import buffer_of, check_reduction
 from geartrain.collectives.exchange import Exchange, exchange_of
-from geartrain.collectives.group_arguments import checked_config
+from geartrain.collectives.group_arguments import GroupOptions, checked_config
 from geartrain.collectives.host_map import RingOrder
 from geartrain.collectives.session import Session
 from geartrain.collectives.shares import Owners, pick_shares
@@ -35,7 +35,7 @@ class Group:
     """A group of ranks for collectives. Every rank makes one, with the same arguments except `rank`.
 
     All ranks must make their calls in the same order. All ranks get the same bits: elements are summed in rank order,
-    whichever member owns which share. `algorithm="ring"` sums around the ring instead.
+    whichever member owns which share. `GroupOptions(algorithm="ring")` sums around the ring instead.
 
     A failure ends the group on every rank. The error names the members that caused it. To continue, make another group
     with the next `epoch`.
@@ -66,21 +66,11 @@ class Group:
         name: str = "default",
         reducers: Sequence[str] = (),
         shares: str | Sequence[float] = "auto",
-        algorithm: str = "shares",
-        rates: Sequence[float] | None = None,
+        hierarchical: bool = False,
         timeout_s: float = 60.0,
         secret: bytes | str | None = None,
         epoch: int = 0,
-        transport: str = "auto",
-        cross_memory: bool = True,
-        least_read_bytes: int | None = None,
-        host: str | None = None,
-        window_bytes: int | None = None,
-        spin_us: float | None = None,
-        on_reducer_loss: str = "raise",
-        reducer_silence_s: float = 3.0,
-        hierarchical: bool = False,
-        hosts: Sequence[Hashable] | None = None,
+        options: GroupOptions | None = None,
     ) -> None:
         """Connects to the other members; returns when all ranks and reducers are connected.
 
@@ -94,33 +84,14 @@ class Group:
             reducers: "host:port" of each dedicated reducer.
             shares: "auto" (best for `rates`), "equal" (equal on the ranks, none on reducers), or a number for each rank
                 and then each reducer, of sum 1.
-            algorithm: "shares", or "ring" for networks where a rank reaches only its neighbours.
-            rates: bytes/s of each rank's and then each reducer's link, for shares="auto"; equal by default.
+            hierarchical: all-reduce within each host first, through shared memory, and then across hosts. A host sends
+                what one rank would. Elements are summed in rank order within a host, then in the order of the hosts'
+                lowest ranks. Other collectives are refused.
             timeout_s: deadline of the bootstrap and default deadline of operations, in seconds.
             secret: ranks and reducers must prove that they know it. Without one, ranks prove that they know the key in
                 the store, and reducers must have no secret either.
             epoch: number of this incarnation of the group. Connections of earlier ones are refused.
-            transport: "auto" uses shared memory within a host and TCP between hosts; "tcp" uses TCP everywhere.
-            cross_memory: let ranks of one host read arrays out of each other's memory if the kernel allows it. False
-                copies everything through rings. Ranks may differ.
-            least_read_bytes: smallest all-reduce or reduce-scatter that is read out of the ranks' memory. By default:
-                with a core for each rank, whichever is faster from 64 KB on, measured now and then; with four or more
-                ranks a core, 4 MB; otherwise never. Needs algorithm="shares", transport="auto" and cross_memory. It has
-                no effect with reducers, several hosts or a `wire_dtype` (docs/collectives.md). If such an
-                operation fails, its array is undefined. Ranks may differ.
-            host: address to listen on; by default every interface, or loopback for a group of one.
-            window_bytes: how far a rank may run ahead of its results; by default it adapts to the network.
-            spin_us: how long a wait spins before it sleeps, if all ranks share memory, in microseconds. By default 50,
-                or less if others need the cores. Use 1e6 for ranks that own their cores, and 0 to never spin.
-            on_reducer_loss: what happens if a reducer dies or is silent. "raise" ends the group. "continue": the ranks
-                do its work until it is back, and log that. Each keeps up to 16 MB of results per reducer for this, and
-                has a connection to every other rank. A hierarchical group takes "raise" only.
-            reducer_silence_s: with "continue", a reducer that is waited for and sends nothing for this many seconds
-                counts as lost.
-            hierarchical: all-reduce within each host first, through shared memory, and then across hosts. A host sends
-                what one rank would. Elements are summed in rank order within a host, then in the order of the hosts'
-                lowest ranks. Other collectives are refused.
-            hosts: with `hierarchical`, the name of each rank's host, the same on all ranks; found by default.
+            options: lost reducers, rates of links, transports and the like.
 
         Raises:
             ArgumentError: an argument is out of range, or two exclude each other.
@@ -129,34 +100,27 @@ class Group:
             UntrustedPeerError: a member has another secret.
         """
         reducers = check_texts("reducers", reducers)
+        options = GroupOptions() if options is None else options
         config = checked_config(
             rank,
             world_size,
             store=store,
             init_method=init_method,
             name=name,
-            algorithm=algorithm,
             timeout_s=timeout_s,
             secret=secret,
             epoch=epoch,
-            transport=transport,
-            cross_memory=cross_memory,
-            least_read_bytes=least_read_bytes,
-            host=host,
-            window_bytes=window_bytes,
-            spin_us=spin_us,
-            on_reducer_loss=on_reducer_loss,
-            reducer_silence_s=reducer_silence_s,
             hierarchical=hierarchical,
-            hosts=hosts,
+            options=options,
         )
         rank, world_size = config.rank, config.world_size
         self.rank = rank
         self.world_size = world_size
         self.name = name
-        self.algorithm = algorithm
+        self.algorithm = config.algorithm
         self.timeout_s = timeout_s
-        picked = pick_shares(shares, world_size, reducers, rates, algorithm)
+        rates = options.rates
+        picked = pick_shares(shares, world_size, reducers, rates, config.algorithm)
         owners = Owners(tuple(reducers), picked, None if rates is None else tuple(rates))
         self._lock = threading.RLock()  # of the order of calls
         self._forks = forks()
@@ -164,7 +128,9 @@ class Group:
         bootstrap = Bootstrap(config.store, name, epoch, rank, world_size, until_s)
         session: Session | None = None
         try:
-            session = Session(config, epoch, owners, bootstrap, hierarchical=hierarchical, hosts=hosts, shares=shares)
+            session = Session(
+                config, epoch, owners, bootstrap, hierarchical=hierarchical, hosts=options.hosts, shares=shares
+            )
             self._session = session
             order = self._ring_order()
             advice = None if order is None or rank != 0 else order.advice()

@@ -1,8 +1,9 @@
-"""Checks the arguments of a group before it connects to other ranks."""
+"""`GroupOptions`, and checks of the arguments of a group before it connects to other ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from geartrain.collectives.bootstrap import secret_of, store_from
@@ -27,6 +28,97 @@ MOST_SPIN_US = 1e9
 REDUCER_SILENCE_S = (0.05, 1e6)
 
 
+@dataclass(frozen=True)
+class GroupOptions:
+    """Rare options of a `Group`: `Group(..., options=GroupOptions(on_reducer_loss="continue"))`.
+
+    All ranks give the same, except where an option says otherwise.
+
+    Args:
+        on_reducer_loss: what happens if a reducer dies or is silent. "raise" ends the group. "continue": the ranks do
+            its work until it is back, and log that. Each keeps up to 16 MB of results per reducer for this, and has a
+            connection to every other rank. A hierarchical group takes "raise" only.
+        reducer_silence_s: with "continue", a reducer that is waited for and sends nothing for this many seconds counts
+            as lost.
+        rates: bytes/s of each rank's and then each reducer's link, for shares="auto"; equal by default.
+        algorithm: "shares", or "ring" for networks where a rank reaches only its neighbours.
+        hosts: with `hierarchical`, the name of each rank's host; found by default.
+        host: address to listen on; by default every interface, or loopback for a group of one. Ranks differ.
+        transport: "auto" uses shared memory within a host and TCP between hosts; "tcp" uses TCP everywhere.
+        cross_memory: let ranks of one host read arrays out of each other's memory if the kernel allows it. False copies
+            everything through rings. Ranks may differ.
+        least_read_bytes: smallest all-reduce or reduce-scatter that is read out of the ranks' memory. By default: with
+            a core for each rank, whichever is faster from 64 KB on, measured now and then; with four or more ranks a
+            core, 4 MB; otherwise never. Needs algorithm="shares", transport="auto" and cross_memory. It has no effect
+            with reducers, several hosts or a `wire_dtype` (docs/collectives.md). If such an operation fails, its array
+            is undefined. Ranks may differ.
+        window_bytes: how far a rank may run ahead of its results; by default it adapts to the network.
+        spin_us: how long a wait spins before it sleeps, if all ranks share memory, in microseconds. By default 50, or
+            less if others need the cores. Use 1e6 for ranks that own their cores, and 0 to never spin. Ranks may
+            differ.
+
+    Raises:
+        ArgumentError: an option is out of range, or two exclude each other.
+
+    Examples:
+        >>> GroupOptions(on_reducer_loss="continue").reducer_silence_s
+        3.0
+    """
+
+    on_reducer_loss: str = "raise"
+    reducer_silence_s: float = 3.0
+    rates: Sequence[float] | None = None
+    algorithm: str = "shares"
+    hosts: Sequence[Hashable] | None = None
+    host: str | None = None
+    transport: str = "auto"
+    cross_memory: bool = True
+    least_read_bytes: int | None = None
+    window_bytes: int | None = None
+    spin_us: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("on_reducer_loss", self.on_reducer_loss, ON_REDUCER_LOSS)
+        least_s, most_s = REDUCER_SILENCE_S
+        if not least_s <= check_real("reducer_silence_s", self.reducer_silence_s) <= most_s:
+            raise ArgumentError(f"reducer_silence_s is from {least_s:g} to {most_s:g}, found {self.reducer_silence_s}")
+        check_choice("algorithm", self.algorithm, ALGORITHMS)
+        if self.host is not None:
+            check_text("host", self.host)
+        check_choice("transport", self.transport, TRANSPORTS)
+        check_flag("cross_memory", self.cross_memory)
+        for what, size in (("least_read_bytes", self.least_read_bytes), ("window_bytes", self.window_bytes)):
+            if size is not None:
+                whole_number(what, size, 2**63 - 1)
+        if self.least_read_bytes is not None and (
+            self.algorithm == "ring" or self.transport == "tcp" or not self.cross_memory
+        ):
+            raise ArgumentError(
+                'least_read_bytes needs algorithm="shares", transport="auto" and cross_memory=True, found '
+                f"algorithm={self.algorithm!r}, transport={self.transport!r}, cross_memory={self.cross_memory}"
+            )
+        if self.spin_us is not None and not 0 <= check_real("spin_us", self.spin_us) <= MOST_SPIN_US:
+            raise ArgumentError(f"spin_us is from 0 to {MOST_SPIN_US:g}, found {self.spin_us}")
+
+    @property
+    def native(self) -> dict[str, Any]:
+        """Internal: those of the native group."""
+        options: dict[str, Any] = {
+            "ring": self.algorithm == "ring",
+            "outlives_reducers": self.on_reducer_loss == "continue",
+            "reducer_silence_s": float(self.reducer_silence_s),
+            "shm": self.transport != "tcp",
+            "cross_memory": bool(self.cross_memory),
+        }
+        if self.least_read_bytes is not None:
+            options["least_exposed_bytes"] = int(self.least_read_bytes)
+        if self.spin_us is not None:
+            options["spin_us"] = float(self.spin_us)
+        if self.window_bytes is not None:
+            options["fixed_window_bytes"] = int(self.window_bytes)
+        return options
+
+
 def checked_config(
     rank: int,
     world_size: int,
@@ -34,20 +126,11 @@ def checked_config(
     store: Any,
     init_method: str | None,
     name: str,
-    algorithm: str,
     timeout_s: float,
     secret: bytes | str | None,
     epoch: int,
-    transport: str,
-    cross_memory: bool,
-    least_read_bytes: int | None,
-    host: str | None,
-    window_bytes: int | None,
-    spin_us: float | None,
-    on_reducer_loss: str,
-    reducer_silence_s: float,
     hierarchical: bool,
-    hosts: Sequence[Hashable] | None,
+    options: GroupOptions,
 ) -> GroupConfig:
     """The configuration of a `Group`. Rank, size and store may come from `init_method`.
 
@@ -55,33 +138,14 @@ def checked_config(
         ArgumentError: what was given, and what is allowed.
         WaitTimeoutError: the store of `init_method` did not answer within `timeout_s`.
     """
+    if not isinstance(options, GroupOptions):
+        raise ArgumentError(f"options are geartrain.collectives.GroupOptions, found {shown(options)}")
     rank, world_size = check_whole("rank", rank), check_whole("world_size", world_size)
     timeout(timeout_s)
     whole_number("epoch", epoch, 2**63 - 1)
     check_text("a group's name", name)
-    check_choice("algorithm", algorithm, ALGORITHMS)
-    check_choice("transport", transport, TRANSPORTS)
-    check_choice("on_reducer_loss", on_reducer_loss, ON_REDUCER_LOSS)
-    least_s, most_s = REDUCER_SILENCE_S
-    reducer_silence_s = check_real("reducer_silence_s", reducer_silence_s)
-    if not least_s <= reducer_silence_s <= most_s:
-        raise ArgumentError(f"reducer_silence_s is from {least_s:g} to {most_s:g}, found {reducer_silence_s}")
     check_flag("hierarchical", hierarchical)
     secret = secret_of(secret)
-    if host is not None:
-        check_text("host", host)
-    cross_memory = check_flag("cross_memory", cross_memory)
-    if least_read_bytes is not None:
-        least_read_bytes = whole_number("least_read_bytes", least_read_bytes, 2**63 - 1)
-        if algorithm == "ring" or transport == "tcp" or not cross_memory:
-            raise ArgumentError(
-                'least_read_bytes needs algorithm="shares", transport="auto" and cross_memory=True, found '
-                f"algorithm={algorithm!r}, transport={transport!r}, cross_memory={cross_memory}"
-            )
-    if window_bytes is not None:
-        whole_number("window_bytes", window_bytes, 2**63 - 1)
-    if spin_us is not None and not 0 <= (spin_us := check_real("spin_us", spin_us)) <= MOST_SPIN_US:
-        raise ArgumentError(f"spin_us is from 0 to {MOST_SPIN_US:g}, found {spin_us}")
     check_store(store)
     if store is None and init_method is not None:
         store, rank, world_size = store_from(init_method, rank, world_size, timeout_s)
@@ -89,33 +153,25 @@ def checked_config(
         raise ArgumentError(f"rank is from 0 to world_size - 1, found rank={rank} of {world_size}")
     if store is None and world_size > 1:
         raise ArgumentError("a group of more than one rank needs a store or an init_method")
+    hosts = options.hosts
     if hosts is not None and not (hierarchical and _are_names(hosts) and len(hosts) == world_size):
         raise ArgumentError(
             f"hosts is a name for each of {world_size} ranks of a hierarchical group, found {shown(hosts)}"
         )
-    if hierarchical and on_reducer_loss != "raise":
+    if hierarchical and options.on_reducer_loss != "raise":
         raise ArgumentError(
             'on_reducer_loss="continue" needs connections between all ranks, which a hierarchical group has not: use '
             'on_reducer_loss="raise" or hierarchical=False'
         )
-    options: dict[str, Any] = {
+    native = {
+        **options.native,
         "rank": rank,
         "world_size": world_size,
-        "ring": algorithm == "ring",
-        "outlives_reducers": on_reducer_loss == "continue",
-        "reducer_silence_s": reducer_silence_s,
         "secret": secret,
-        "shm": transport != "tcp",
-        "cross_memory": cross_memory,
-        **({} if least_read_bytes is None else {"least_exposed_bytes": least_read_bytes}),
-        "host": host if host is not None else "127.0.0.1" if world_size == 1 else "0.0.0.0",
+        "host": options.host or ("127.0.0.1" if world_size == 1 else "0.0.0.0"),
         "max_window_bytes": 16 << 20,
     }
-    if spin_us is not None:
-        options["spin_us"] = spin_us
-    if window_bytes is not None:
-        options["fixed_window_bytes"] = window_bytes
-    return GroupConfig(name, rank, world_size, store, algorithm, options)
+    return GroupConfig(name, rank, world_size, store, options.algorithm, native)
 
 
 def _are_names(hosts: object) -> bool:

@@ -122,8 +122,8 @@ class Session:
             back = stage(f"host{host}/back", hosts.hosts[host])
             if within is not None and found and config.native["shm"] and within.native.counts()["links"]["tcp"]:
                 _log.warning(
-                    "group %r: rank %d and other ranks that seem to be on its host share no memory: pass hosts= "
-                    "to say which host each rank is on",
+                    "group %r: rank %d and other ranks that seem to be on its host share no memory: give "
+                    "GroupOptions(hosts=) to say which host each rank is on",
                     config.name,
                     config.rank,
                 )

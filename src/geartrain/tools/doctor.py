@@ -335,7 +335,8 @@ def collectives_within_host() -> Finding:
         "ranks of one user read what is gathered, exchanged or broadcast from the owner's memory (process_vm_readv); "
         "what is reduced goes through rings in shared memory, or is read from 64 KB on where that is found faster "
         '(with a core for each rank; Group.counters()["read_operations"] counts), from 4 MB on with four ranks or more '
-        "for each core, or as Group(least_read_bytes=) says; between ranks that are denied it all goes through rings",
+        "for each core, or as GroupOptions(least_read_bytes=) says; between ranks that are denied it all goes through "
+        "rings",
     )
 
 
@@ -348,7 +349,7 @@ def collectives_waits() -> Finding:
         "ok",
         "between ranks of one host they poll for 50 us and then sleep, at once while others use the cores; "
         f"with more than {cores} ranks here they offer their core while they poll. For ranks that own a core "
-        "each: spin_us=1e6 of the group; 0 never polls",
+        "each: GroupOptions(spin_us=1e6); 0 never polls",
     )
 
 

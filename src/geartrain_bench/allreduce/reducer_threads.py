@@ -40,16 +40,16 @@ def rank_process(
     rank: int, world_size: int, reducers: dict[int, list[str]], folder: str, window: int | None, wire: Connection
 ) -> None:
     """A rank: a group for each number of threads, and laps of them as they are asked for."""
-    from geartrain.collectives import Group
+    from geartrain.collectives import Group, GroupOptions
 
     with contextlib.ExitStack() as stack:
         groups = {}
         for threads, addresses in reducers.items():
             shares = [0.0] * world_size + [1 / len(addresses)] * len(addresses)
-            options: dict[str, Any] = {"reducers": addresses, "shares": shares, "window_bytes": window}
+            rare = GroupOptions(transport="tcp", window_bytes=window)
             place = f"file://{folder}/{threads}"
             groups[threads] = stack.enter_context(
-                Group(rank, world_size, init_method=place, transport="tcp", **options)
+                Group(rank, world_size, init_method=place, reducers=addresses, shares=shares, options=rare)
             )
         wire.send(None)
         while (asked := wire.recv()) is not None:

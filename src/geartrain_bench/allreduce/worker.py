@@ -22,6 +22,7 @@ Output of libraries goes to stderr. An answer {"error": "..."} ends the process;
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -197,9 +198,11 @@ def _gloo(store: Any, rank: int, size: int, options: dict[str, Any]) -> Member:
 
 
 def _geartrain(store: Any, rank: int, size: int, options: dict[str, Any]) -> Member:
-    from geartrain.collectives import Group
+    from geartrain.collectives import Group, GroupOptions
 
-    group = Group(rank, size, store=store, timeout_s=TIMEOUT_S, **options)
+    rare = {each.name: options[each.name] for each in dataclasses.fields(GroupOptions) if each.name in options}
+    own = {name: value for name, value in options.items() if name not in rare}
+    group = Group(rank, size, store=store, timeout_s=TIMEOUT_S, options=GroupOptions(**rare), **own)
     return Member(rank, size, group.all_reduce, group.all_reduce_async, group.close, group)
 
 

@@ -365,6 +365,14 @@ def group(tools: Tools) -> Door:
     return collectives.Group, {"rank": 0, "world_size": 1, "timeout_s": 0.3}
 
 
+@door("collectives.GroupOptions")
+def group_options(tools: Tools) -> Door:
+    def make(**arguments: Any) -> Any:
+        return collectives.Group(0, 1, timeout_s=0.3, options=collectives.GroupOptions(**arguments))
+
+    return make, dict(vars(collectives.GroupOptions()))
+
+
 @door("collectives.Reducer")
 def reducer(tools: Tools) -> Door:
     return collectives.Reducer, {}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from collectives_crew import MemoryStore
+from collectives_crew import MemoryStore, group_of
 
 from geartrain.collectives import Group, Reducer, Work
 from hostile.subject import Subject, Tools, factory, order_lock
@@ -20,7 +20,7 @@ def groups(tools: Tools, **options: Any) -> list[Group]:
 
     def join(rank: int) -> None:
         try:
-            made[rank] = Group(rank, 2, store=store, timeout_s=tools.patience(20), host="127.0.0.1", **options)
+            made[rank] = group_of(rank, 2, store=store, timeout_s=tools.patience(20), host="127.0.0.1", **options)
         except BaseException as error:
             failed.append(error)
 

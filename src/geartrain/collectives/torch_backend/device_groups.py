@@ -113,7 +113,7 @@ class DeviceGroups:
         return ConnectionClosedError(f"the process group {self._name!r} was closed")
 
     def _open(self, where: str) -> Any:
-        from geartrain.collectives import Group
+        from geartrain.collectives import Group, GroupOptions
 
         o = self.options
         if where == "cpu/ranks":
@@ -126,15 +126,17 @@ class DeviceGroups:
                 name=f"{self._name}/{where}",
                 reducers=o.reducers,
                 shares=o.shares,
-                algorithm=o.algorithm,
-                rates=o.rates,
+                hierarchical=o.hierarchical,
                 timeout_s=self.timeout_s,
                 secret=o.secret,
                 epoch=o.epoch,
-                spin_us=o.spin_us,
-                on_reducer_loss=o.on_reducer_loss,
-                reducer_silence_s=o.reducer_silence_s,
-                hierarchical=o.hierarchical,
+                options=GroupOptions(
+                    algorithm=o.algorithm,
+                    rates=o.rates,
+                    spin_us=o.spin_us,
+                    on_reducer_loss=o.on_reducer_loss,
+                    reducer_silence_s=o.reducer_silence_s,
+                ),
             )
         except GeartrainError as error:
             if self._closed:

@@ -15,7 +15,9 @@ from geartrain.collectives.group_arguments import ON_REDUCER_LOSS
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """Options of the `torch.distributed` backend "geartrain". They are arguments of `geartrain.collectives.Group`.
+    """Options of the `torch.distributed` backend "geartrain".
+
+    Most are those of `geartrain.collectives.Group` and of its `GroupOptions`.
 
     Attributes:
         reducers: "host:port" of each `geartrain reducer`.
