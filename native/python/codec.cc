@@ -62,11 +62,11 @@ nb::list views_of(const Message& message) {
   return out;
 }
 
-// A message's kind and payload, as a call encodes it: for one that is sent to many.
+// The kind and payload of a call or of its answer.
 nb::object encoded_message(const Codec& codec, uint32_t kind, nb::handle value, bool pickle, nb::handle tensors,
-                           double timeout_s) {
+                           uint64_t tag, double timeout_s) {
   auto payload = std::make_unique<Payload>();
-  const uint32_t found = codec.encode_message(kind, value, pickle, tensors, 0, timeout_s, payload.get());
+  const uint32_t found = codec.encode_message(kind, value, pickle, tensors, tag, timeout_s, payload.get());
   return nb::make_tuple(found, nb::cast(payload.release(), nb::rv_policy::take_ownership));
 }
 
@@ -177,7 +177,8 @@ void bind_codec(nb::module_& module) {
           "decode",
           [](const Codec& codec, const Arrived& arrived, bool pickle) { return codec.decode(arrived.message, pickle); },
           nb::arg("message"), nb::arg("pickle") = false)
-      .def("encode_message", &encoded_message);
+      .def("encode_message", &encoded_message, nb::arg("kind"), nb::arg("value").none(), nb::arg("pickle"),
+           nb::arg("tensors"), nb::arg("tag"), nb::arg("timeout_s"));
   module.attr("OUT_OF_BAND_BYTES") = Codec::kOutOfBandBytes;
 }
 

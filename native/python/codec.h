@@ -64,7 +64,7 @@ class Codec {
   Payload* encode(nb::handle value, bool pickle) const;
   nb::object decode(const Message& message, bool pickle) const;
 
-  // For a binding that sends what it encodes: encodes a value into an empty payload, and returns the message's kind.
+  // Encodes a call or its answer into an empty payload, and returns the message's kind.
   // `tensors.out_of_band(value, encodable, tag, timeout_s)` is called with a value that cannot be encoded
   // (MessageError), or that takes kOutOfBandBytes or more. It returns None, or (bit of the kind, value): then that
   // value is encoded in place of the one given. Throws what encode() does, and what the function raises.

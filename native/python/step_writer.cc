@@ -2,6 +2,7 @@
 
 #include "store/step_writer.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -9,6 +10,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,9 +25,17 @@ namespace {
 // Comparing fewer bytes takes less time than others need to take the GIL.
 constexpr uint64_t kComparedWithGil = 64 << 10;
 
-// What a call answers: None when all is done and no row was completed; the keys of completed rows as bytes
-// (rows, then generations, uint32); the number of rows that the rate limiter has to admit first; or the name
-// of an argument that is to be converted first. Nothing was done in the last two cases.
+// What a call leaves to do, or none. If `argument` is set, the caller converts that argument first, or only its values
+// of `field`. If `to_admit` is not 0, the rate limiter admits so many rows first. In both cases nothing was done, and
+// the caller calls again. Otherwise the call is done, and `keys` are those of the rows that it completed, as bytes:
+// rows, then generations, then environments, uint32.
+struct StepResult {
+  const char* argument = nullptr;
+  nb::object field = nb::none();
+  size_t to_admit = 0;
+  nb::object keys = nb::none();
+};
+
 class Recorder {
  public:
   Recorder(Store& store, uint32_t environments, uint32_t publish_every, uint32_t overlap,
@@ -57,40 +67,40 @@ class Recorder {
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  nb::object step(nb::handle observation, nb::handle values, nb::handle terminated, nb::handle truncated,
-                  nb::handle final, nb::handle mask, int64_t version, bool admitted) {
+  std::optional<StepResult> step(nb::handle observation, nb::handle values, nb::handle terminated, nb::handle truncated,
+                                 nb::handle final, nb::handle mask, int64_t version, bool admitted) {
     const Use use(*this);
     std::vector<StepColumn>&given = columns_[0], &seen = columns_[1], &ends = columns_[2];
     StepInput input;
-    nb::object problem;
-    if (!columns(values_, values, false, &given, &problem) ||
-        !columns(observations_, observation, true, &seen, &problem) ||
-        (!final.is_none() && !columns(observations_, final, true, &ends, &problem, "final_obs")) ||
-        !flags(terminated, &input.terminated, "terminated", &problem) ||
-        !flags(truncated, &input.truncated, "truncated", &problem) ||
-        (!mask.is_none() && !flags(mask, &input.mask, "mask", &problem))) {
-      return problem;
+    StepResult result;
+    if (!columns(values_, values, "values", &given, &result) ||
+        !columns(observations_, observation, "observation", &seen, &result) ||
+        (!final.is_none() && !columns(observations_, final, "final_obs", &ends, &result)) ||
+        !flags(terminated, &input.terminated, "terminated", &result) ||
+        !flags(truncated, &input.truncated, "truncated", &result) ||
+        (!mask.is_none() && !flags(mask, &input.mask, "mask", &result))) {
+      return result;
     }
     input.values = given;
     input.observations = seen;
     if (!final.is_none()) input.finals = ends;
     input.version = version;
-    return answer([&] { return writer_->step(input, admitted, &completed_); });
+    return result_of([&] { return writer_->step(input, admitted, &completed_); });
   }
 
-  nb::object begin(nb::handle observation, nb::handle mask, int64_t version, bool admitted) {
+  std::optional<StepResult> begin(nb::handle observation, nb::handle mask, int64_t version, bool admitted) {
     const Use use(*this);
     std::span<const uint8_t> chosen;
-    nb::object problem;
-    if (!columns(observations_, observation, true, &columns_[1], &problem) ||
-        (!mask.is_none() && !flags(mask, &chosen, "mask", &problem))) {
-      return problem;
+    StepResult result;
+    if (!columns(observations_, observation, "observation", &columns_[1], &result) ||
+        (!mask.is_none() && !flags(mask, &chosen, "mask", &result))) {
+      return result;
     }
-    return answer([&] { return writer_->begin(columns_[1], chosen, version, admitted, &completed_); });
+    return result_of([&] { return writer_->begin(columns_[1], chosen, version, admitted, &completed_); });
   }
 
   // None where every environment's newest step has these values, of a part of the fields; else bytes (n,), 1 for each
-  // environment whose step has not; or the name of a field whose values are no contiguous array of its dtype.
+  // environment whose step has not.
   nb::object differing(nb::handle given) {
     const Use use(*this);
     std::vector<StepColumn>& values = columns_[0];
@@ -101,7 +111,10 @@ class Recorder {
       PyObject* value = PyDict_GetItemWithError(given.ptr(), field.name.ptr());
       if (value == nullptr) continue;
       StepColumn column{};
-      if (!column_of(field.field, value, &column) || column.convert != nullptr) return field.name;
+      if (!column_of(field.field, value, &column) || column.convert != nullptr) {
+        PyErr_Clear();
+        fail(ErrorKind::schema, "'", nb::cast<std::string>(field.name), "' does not fit the store's fields");
+      }
       values.push_back(column);
       bytes += n_ * bytes_per_step(store_.fields()[field.field]);
     }
@@ -114,19 +127,19 @@ class Recorder {
     return nb::bytes(differing_.data(), differing_.size());
   }
 
-  nb::object cut(nb::handle mask, bool admitted) {
+  std::optional<StepResult> cut(nb::handle mask, bool admitted) {
     const Use use(*this);
     std::span<const uint8_t> chosen;
-    nb::object problem;
-    if (!mask.is_none() && !flags(mask, &chosen, "mask", &problem)) return problem;
-    return answer([&] { return writer_->cut(chosen, admitted, &completed_); });
+    StepResult result;
+    if (!mask.is_none() && !flags(mask, &chosen, "mask", &result)) return result;
+    return result_of([&] { return writer_->cut(chosen, admitted, &completed_); });
   }
 
   // The rows that hold other episodes as well, and stay.
-  nb::object discard(uint32_t environment) {
+  std::optional<StepResult> discard(uint32_t environment) {
     const Use use(*this);
     check_environment(environment);
-    return answer([&] {
+    return result_of([&] {
       writer_->discard(environment, &completed_);
       return size_t{0};
     });
@@ -190,14 +203,15 @@ class Recorder {
     return nb::steal(pointer);
   }
 
-  // The columns of some fields, from a dict by field or, of a single field, from its array alone.
-  bool columns(const std::vector<Named>& fields, nb::handle given, bool bare, std::vector<StepColumn>* out,
-               nb::object* problem, const char* what = nullptr) {
+  // The columns of some fields, from a dict by field or, of a single observation, from its array alone. False, with the
+  // argument to be converted, where they are none.
+  bool columns(const std::vector<Named>& fields, nb::handle given, const char* argument, std::vector<StepColumn>* out,
+               StepResult* result) {
     out->clear();
-    const bool dict = PyDict_CheckExact(given.ptr()) != 0;
+    const bool bare = &fields == &observations_, dict = PyDict_CheckExact(given.ptr()) != 0;
     const bool all = dict && static_cast<size_t>(PyDict_GET_SIZE(given.ptr())) == fields.size();
     if (!all && (dict || !bare || fields.size() != 1)) {
-      *problem = nb::str(what != nullptr ? what : bare ? "observation" : "values");
+      result->argument = argument;
       return false;
     }
     for (const Named& field : fields) {
@@ -206,7 +220,8 @@ class Recorder {
       StepColumn column{};
       if (value == nullptr || !column_of(field.field, value, &column)) {
         PyErr_Clear();
-        *problem = what != nullptr ? nb::object(nb::str(what)) : field.name;
+        result->argument = argument;
+        result->field = field.name;
         return false;
       }
       out->push_back(column);
@@ -274,7 +289,7 @@ class Recorder {
     return true;
   }
 
-  bool flags(nb::handle given, std::span<const uint8_t>* out, const char* what, nb::object* problem) {
+  bool flags(nb::handle given, std::span<const uint8_t>* out, const char* argument, StepResult* result) {
     const size_t place = used_;
     if (n_ == 1 && PyBool_Check(given.ptr()) != 0) {
       ++used_;
@@ -292,25 +307,26 @@ class Recorder {
         return true;
       }
     }
-    *problem = nb::str(what);
+    result->argument = argument;
     return false;
   }
 
-  // Rows, generations and environments of the rows that a call names; how many rows or steps have to be admitted first.
+  // Of a call that returns how many rows or steps have to be admitted first, and names the rows that it completes.
   template <typename Call>
-  nb::object answer(Call&& call) {
+  std::optional<StepResult> result_of(Call&& call) {
     completed_ = {};
-    const size_t to_admit = released(store_, [&]() -> size_t { return call(); });
-    if (to_admit != 0) return nb::int_(to_admit);
+    StepResult result;
+    result.to_admit = released(store_, [&]() -> size_t { return call(); });
     const size_t n = completed_.rows.size();
-    if (n == 0) return nb::none();
-    nb::object keys = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(12 * n)));
-    if (!keys.is_valid()) throw nb::python_error();
-    auto* out = reinterpret_cast<uint32_t*>(PyBytes_AS_STRING(keys.ptr()));
+    if (result.to_admit != 0) return result;
+    if (n == 0) return std::nullopt;
+    result.keys = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(12 * n)));
+    if (!result.keys.is_valid()) throw nb::python_error();
+    auto* out = reinterpret_cast<uint32_t*>(PyBytes_AS_STRING(result.keys.ptr()));
     std::copy(completed_.rows.begin(), completed_.rows.end(), out);
     std::copy(completed_.generations.begin(), completed_.generations.end(), out + n);
     std::copy(completed_.environments.begin(), completed_.environments.end(), out + 2 * n);
-    return keys;
+    return result;
   }
 
   Store& store_;
@@ -329,6 +345,12 @@ class Recorder {
 }  // namespace
 
 void bind_step_writer(nb::module_& module) {
+  nb::class_<StepResult>(module, "StepResult")
+      .def_prop_ro("argument", [](const StepResult& self) { return self.argument; })
+      .def_ro("field", &StepResult::field)
+      .def_ro("to_admit", &StepResult::to_admit)
+      .def_ro("keys", &StepResult::keys);
+
   nb::class_<Recorder>(module, "StepWriter")
       .def(nb::init<Store&, uint32_t, uint32_t, uint32_t, std::optional<double>, uint8_t, const std::vector<uint8_t>&,
                     const nb::list&, const nb::list&, bool>(),

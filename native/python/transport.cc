@@ -25,8 +25,6 @@
 namespace geartrain {
 namespace {
 
-constexpr double kCancelTimeoutS = 0.1;  // for a peer to take a cancellation
-
 // The same for waits that throw timed_out.
 template <typename Wait>
 void patiently_or_throw(double timeout_s, Wait&& wait) {
@@ -93,20 +91,6 @@ std::shared_ptr<Connection> connect_to(const std::string& address, const nb::dic
 void send(Connection& connection, uint64_t tag, uint32_t kind, const Payload& payload, double timeout_s) {
   const Unlocked unlocked;
   connection.send({tag, kind, payload.header, payload.buffers()}, Deadline::after(timeout_s));
-}
-
-// Encodes a value and sends it: None; or, before anything is sent, the exception that encoding has raised. (What is
-// thrown is the connection's.)
-nb::object send_value(Connection& connection, const Codec& codec, uint64_t tag, uint32_t kind, nb::handle value,
-                      bool pickle, double timeout_s, nb::handle tensors) {
-  Payload payload;
-  try {
-    kind = codec.encode_message(kind, value, pickle, tensors, tag, timeout_s, &payload);
-  } catch (...) {
-    return caught();
-  }
-  send(connection, tag, kind, payload, timeout_s);
-  return nb::none();
 }
 
 Arrived* receive(Connection& connection, double timeout_s) {
@@ -201,7 +185,7 @@ nb::object next_event(Inbox& inbox, const Codec& codec, double timeout_s) {
   return nb::make_tuple(event.id, event.standing_by, kind, tag, bytes, found.value, found.error);
 }
 
-// The calls over one connection: requests and answers as values.
+// The calls over one connection, whose answers are decoded as they come.
 class Calls : public PendingCalls {
  public:
   Calls(std::shared_ptr<Connection> connection, size_t max_open, nb::object codec, bool pickle)
@@ -216,78 +200,37 @@ class Calls : public PendingCalls {
   const nb::object held_;
 };
 
-constexpr int kCodecError = -1;  // in place of an answer's kind: its value is what encoding or decoding has raised
+constexpr int kUndecodable = -1;  // in place of an answer's kind: its value is what decoding has raised
 
-// (kind, value, tag, arrived) of an answer; `arrived` is time.perf_counter() before it was decoded, or 0.
-nb::object decoded(const Calls& calls, const Message& answer, bool traced) {
-  const double arrived_s = traced ? static_cast<double>(monotonic_ns()) / 1e9 : 0.0;
+double now_s() {
+  return static_cast<double>(monotonic_ns()) / 1e9;
+}
+
+// (kind, value, tag, arrived) of an answer; `arrived` is time.perf_counter() before it was decoded.
+nb::object decoded(const Calls& calls, const Message& answer) {
+  const double arrived_s = now_s();
   const Codec::Decoded found = calls.codec.decode_message(answer, calls.pickle);
-  if (!found.error.is_none()) return nb::make_tuple(kCodecError, found.error, answer.tag, arrived_s);
+  if (!found.error.is_none()) return nb::make_tuple(kUndecodable, found.error, answer.tag, arrived_s);
   return nb::make_tuple(answer.kind, found.value, answer.tag, arrived_s);
 }
 
-// Encodes a request, or takes the payload of one that was encoded before, and sends it: its tag.
-uint64_t start(Calls& calls, uint32_t kind, nb::handle value, double timeout_s, nb::handle tensors) {
-  Payload encoded;
-  const Payload* payload = &encoded;
-  if (nb::isinstance<Payload>(value)) {
-    payload = &nb::cast<const Payload&>(value);
-  } else {
-    kind = calls.codec.encode_message(kind, value, calls.pickle, tensors, 0, timeout_s, &encoded);
-  }
+// Sends a request: its tag.
+uint64_t start(Calls& calls, uint32_t kind, const Payload& payload, double timeout_s) {
   const Unlocked unlocked;
-  return calls.start(kind, payload->header, payload->buffers(), false, Deadline::after(timeout_s));
+  return calls.start(kind, payload.header, payload.buffers(), Deadline::after(timeout_s));
 }
 
-nb::object wait_for_answer(Calls& calls, uint64_t tag, double timeout_s, bool traced) {
+// The answer; `until_s` is in time.monotonic().
+nb::object wait_for_answer(Calls& calls, uint64_t tag, double until_s) {
   Message answer;
-  patiently_or_throw(timeout_s, [&](Deadline slice) { calls.wait(tag, &answer, slice); });
-  return decoded(calls, answer, traced);
+  patiently_or_throw(until_s - now_s(), [&](Deadline slice) { calls.wait(tag, &answer, slice); });
+  return decoded(calls, answer);
 }
 
-nb::object next_detached(Calls& calls, double timeout_s, bool traced) {
+nb::object next_detached(Calls& calls, double timeout_s) {
   Message answer;
   patiently_or_throw(timeout_s, [&](Deadline slice) { calls.next_detached(&answer, slice); });
-  return decoded(calls, answer, traced);
-}
-
-// Encodes a request, sends it, waits for its answer and decodes that. The tag is 0 where the request cannot be encoded.
-// A call whose caller does not wait for it any more, for a signal's handler has raised, is cancelled by a message of
-// the kind `cancel`.
-nb::object call(Calls& calls, uint32_t kind, nb::handle value, double timeout_s, uint32_t cancel, nb::handle tensors,
-                bool traced) {
-  Payload payload;
-  try {
-    kind = calls.codec.encode_message(kind, value, calls.pickle, tensors, 0, timeout_s, &payload);
-  } catch (...) {
-    return nb::make_tuple(kCodecError, caught(), 0, 0.0);
-  }
-  Message answer;
-  const Deadline deadline = Deadline::after(timeout_s);
-  uint64_t tag = 0;
-  try {
-    bool sent = false;
-    patiently_or_throw(timeout_s, [&](Deadline slice) {
-      if (!sent) tag = calls.start(kind, payload.header, payload.buffers(), false, deadline);
-      sent = true;
-      calls.wait(tag, &answer, slice);
-    });
-  } catch (const nb::python_error&) {
-    if (tag != 0) {
-      const Unlocked unlocked;
-      calls.forget(tag);
-      try {
-        calls.notify(tag, cancel, {}, Deadline::after(kCancelTimeoutS));
-      } catch (const Error&) {
-        // It is lost, or takes nothing: then it ends the call at its deadline.
-      }
-    }
-    throw;
-  } catch (...) {
-    if (tag != 0) calls.forget(tag);
-    throw;
-  }
-  return decoded(calls, answer, traced);
+  return decoded(calls, answer);
 }
 
 }  // namespace
@@ -308,8 +251,6 @@ void export_memory(nb::handle exporter, Py_buffer* view, bool writable) {
 void bind_transport(nb::module_& module) {
   nb::class_<Connection>(module, "Connection")
       .def("send", &send)
-      .def("send_value", &send_value, nb::arg("codec"), nb::arg("tag"), nb::arg("kind"), nb::arg("value").none(),
-           nb::arg("pickle"), nb::arg("timeout_s"), nb::arg("tensors"))
       .def("receive", &receive)
       .def("close", &Connection::close, nb::call_guard<Unlocked>())
       .def("expose", [](Connection& connection, nb::handle array,
@@ -371,17 +312,10 @@ void bind_transport(nb::module_& module) {
       .def(nb::init<std::shared_ptr<Connection>, size_t, nb::object, bool>())
       .def("start", &start)
       .def("wait", &wait_for_answer)
-      .def("call", &call)
-      .def("ready", &PendingCalls::ready)
       .def("detach", &PendingCalls::detach)
       .def("forget", &PendingCalls::forget)
       .def("drop", &PendingCalls::drop)
       .def("next_detached", &next_detached)
-      .def("notify",
-           [](Calls& calls, uint64_t tag, uint32_t kind, const Payload& payload, double timeout_s) {
-             const Unlocked unlocked;
-             calls.notify(tag, kind, payload.header, Deadline::after(timeout_s));
-           })
       .def_prop_ro("open", &PendingCalls::open)
       .def_prop_ro("connection", &PendingCalls::shared_connection);
 

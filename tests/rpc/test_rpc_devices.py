@@ -382,7 +382,8 @@ def test_a_stopped_peer_is_a_deadline(world: World) -> None:
 
 
 def test_messages_that_say_of_tensors_what_cannot_be_are_refused(world: World) -> None:
-    from geartrain.rpc.protocol import CALL, CANCEL, OUT_OF_BAND
+    from geartrain.rpc.protocol import CALL, OUT_OF_BAND
+    from geartrain.transport.codec import native_codec
 
     node = world.node(world.peer())
     peer = node.client("peer", timeout_s=5)
@@ -397,7 +398,8 @@ def test_messages_that_say_of_tensors_what_cannot_be_are_refused(world: World) -
         [("smoke", 0, 0, b"", [((1, 0), (12, (-4,), 0, "tensor"))])],
     ):
         value = (("where", (None,), {}), groups)
-        reply = peer.calls.call(CALL | OUT_OF_BAND, value, 5.0, CANCEL, peer.tensors, False)
+        tag = peer.calls.start(CALL | OUT_OF_BAND, native_codec().encode(value), 5.0)
+        reply = peer.wait(tag, time.monotonic() + 5.0)
         with pytest.raises(RemoteError):
             peer.value_of(reply)
     assert node.call("peer", "where", 1) == ["int"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +95,23 @@ CALLS: dict[str, Callable[[rpc.Node], object]] = {
 def test_a_trace_changes_no_native_call(pair: tuple[rpc.Node, rpc.Node], kind: str, tmp_path: Path) -> None:
     server, node = pair
     node.call("server", echo, 0)
-    (session,) = server.server.sessions
+    sessions: list[Any] = server.server.sessions
+    (session,) = sessions
     client: Any = node.client("server")
-    native = client.calls, client.connection, session.connection
+    native = client.calls, client.connection, client._codec, session.connection, session._codec
+
+    def use(parts: Iterable[Any]) -> None:
+        client.calls, client.connection, client._codec, session.connection, session._codec = parts
 
     def native_calls() -> set[tuple[str, int]]:
         notes: set[tuple[str, int]] = set()
-        client.calls, client.connection, session.connection = (Noting(one, notes) for one in native)
+        use(Noting(one, notes) for one in native)
         try:
             with contextlib.suppress(RemoteError, TypeError):
                 CALLS[kind](node)
             until(lambda: not server.server.scheduler.open_calls(session), "the call is over")
         finally:
-            client.calls, client.connection, session.connection = native
+            use(native)
         return notes
 
     plain = native_calls()

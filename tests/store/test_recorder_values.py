@@ -115,6 +115,16 @@ def test_observations_are_converted_whatever_their_field_is_called(name, given):
         ]
 
 
+def test_a_value_that_is_no_observation_may_be_called_so():
+    fields = recorded_fields({"obs": gt.Field((), "float32"), "observation": gt.Field((), "float32")})
+    with gt.Store.create(fields, max_length=4, capacity=8) as store:
+        recorder = store.recorder(2, autoreset="disabled", obs="obs")
+        recorder.reset([0, 1])
+        recorder.step([2, 3], observation=[4, 5], **flags(2, [0, 1]))
+        batch = gt.fetch(store, store.keys(), output="numpy")
+        assert (batch["obs"][:, :2].tolist(), batch["observation"][:, 0].tolist()) == ([[0, 2], [1, 3]], [4, 5])
+
+
 def test_no_final_observation_is_wanted_of_environments_that_took_no_step():
     with store_of(4) as store:
         recorder = store.recorder(2, autoreset="same_step")

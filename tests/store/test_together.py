@@ -123,7 +123,7 @@ def test_a_recorder_whose_finalizer_is_interrupted_gives_its_rows_back(name, mon
         assert store.stats()["writing"] == 0
 
 
-@pytest.mark.parametrize("taken", ["mask", "version", "final_obs", "observation"])
+@pytest.mark.parametrize("taken", ["mask", "version", "final_obs"])
 def test_a_field_that_a_step_could_not_be_given_is_refused_at_once(taken):
     fields = recorded_fields({"obs": gt.Field((), "float32"), taken: gt.Field((), "int64")})
     with gt.Store.create(fields, max_length=10, capacity=8) as store:

@@ -158,7 +158,7 @@ TEST(many_threads_ask_over_one_connection_and_each_gets_its_own_answer) {
         std::vector<std::pair<uint64_t, Payload>> open;
         for (uint64_t n = 0; n < 100; ++n) {
           open.emplace_back(0, Payload(t << 32 | n, 40, {}));
-          open.back().first = calls.start(0, open.back().second.header, {}, false, soon());
+          open.back().first = calls.start(0, open.back().second.header, {}, soon());
           if (open.size() < 4 && n != 99) continue;
           for (const auto& [tag, payload] : open) {
             Message answer;
@@ -176,23 +176,22 @@ TEST(many_threads_ask_over_one_connection_and_each_gets_its_own_answer) {
         ++detached;
       }
     });
-    for (int n = 0; n < 100; ++n) calls.start(0, {}, {}, true, soon());
+    for (int n = 0; n < 100; ++n) calls.detach(calls.start(0, {}, {}, soon()));
     for (auto& caller : callers) caller.join();
     completer.join();
     server.join();
     CHECK_EQ(wrong.load(), uint64_t{0});
     CHECK_EQ(detached.load(), uint64_t{100});
     CHECK_EQ(calls.open(), size_t{0});
-    const uint64_t unanswered = calls.start(0, {}, {}, false, soon());
+    const uint64_t unanswered = calls.start(0, {}, {}, soon());
     Message answer;
     CHECK_THROWS(timed_out, calls.wait(unanswered, &answer, Deadline::after(0.01)));
-    CHECK(!calls.ready(unanswered));
     calls.forget(unanswered);
     CHECK_THROWS(argument, calls.wait(unanswered, &answer, soon()));
-    const uint64_t lost = calls.start(0, {}, {}, false, soon());
+    const uint64_t lost = calls.start(0, {}, {}, soon());
     pair.other->close();
     CHECK_THROWS(peer_lost, calls.wait(lost, &answer, soon()));
-    CHECK_THROWS(peer_lost, calls.start(0, {}, {}, false, soon()));
+    CHECK_THROWS(peer_lost, calls.start(0, {}, {}, soon()));
   }
 }
 
@@ -200,13 +199,13 @@ TEST(a_call_starts_once_another_is_answered_whoever_reads_for_how_long) {
   for (const char* transport : transports()) {
     Pair pair = connected(transport);
     PendingCalls calls(pair.one, 2);
-    const uint64_t slow = calls.start(0, {}, {}, false, soon()), quick = calls.start(0, {}, {}, false, soon());
+    const uint64_t slow = calls.start(0, {}, {}, soon()), quick = calls.start(0, {}, {}, soon());
     std::thread reader([&] {
       Message answer;
       calls.wait(slow, &answer, soon(60));
     });
     std::this_thread::sleep_for(std::chrono::milliseconds(30));  // it reads
-    std::thread starter([&] { calls.start(0, {}, {}, false, soon(60)); });
+    std::thread starter([&] { calls.start(0, {}, {}, soon(60)); });
     std::this_thread::sleep_for(std::chrono::milliseconds(30));  // it waits for a place
     pair.other->send({quick, 1, {}, {}}, soon());
     Message third;
@@ -229,7 +228,7 @@ TEST(a_call_that_was_dropped_cannot_be_waited_for) {
     Pair pair = connected(transport);
     PendingCalls calls(pair.one);
     Message answer;
-    const uint64_t dropped = calls.start(0, {}, {}, false, soon());
+    const uint64_t dropped = calls.start(0, {}, {}, soon());
     calls.drop(dropped);
     CHECK_THROWS(argument, calls.wait(dropped, &answer, soon()));
     CHECK_THROWS(argument, calls.detach(dropped));

@@ -109,9 +109,9 @@ TEST(a_stopped_peer_is_a_deadline_and_goes_on_when_it_goes_on) {
     PendingCalls calls(connection);
     Message answer;
     const Payload payload(1, 100, {});
-    calls.wait(calls.start(0, payload.header, {}, false, soon()), &answer, soon());
+    calls.wait(calls.start(0, payload.header, {}, soon()), &answer, soon());
     child.signal(SIGSTOP);
-    const uint64_t tag = calls.start(0, payload.header, {}, false, soon());
+    const uint64_t tag = calls.start(0, payload.header, {}, soon());
     CHECK_THROWS(timed_out, calls.wait(tag, &answer, Deadline::after(0.1)));
     child.signal(SIGCONT);
     calls.wait(tag, &answer, soon());
@@ -138,7 +138,7 @@ TEST(a_forked_child_may_not_use_its_parents_connections_and_does_not_keep_them_o
       CHECK_THROWS(hung_up, pair.one->send({}, soon()));
       CHECK_THROWS(hung_up, pair.other->receive(&message, soon()));
       CHECK_THROWS(hung_up, inbox.receive(&event, soon()));
-      CHECK_THROWS(hung_up, calls.start(0, {}, {}, false, soon()));
+      CHECK_THROWS(hung_up, calls.start(0, {}, {}, soon()));
       CHECK_THROWS(hung_up, pair.listener->accept(soon()));
       kept = {};  // the parent still has it
       pair = {};

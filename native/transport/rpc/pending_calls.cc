@@ -8,8 +8,7 @@ void PendingCalls::check_process() const {
   if (forked()) fail(ErrorKind::hung_up, "these calls belong to the process that this one was forked from");
 }
 
-uint64_t PendingCalls::start(uint32_t kind, Bytes header, std::span<const Bytes> buffers, bool detached,
-                             Deadline deadline) {
+uint64_t PendingCalls::start(uint32_t kind, Bytes header, std::span<const Bytes> buffers, Deadline deadline) {
   check_process();
   uint64_t tag = 0;
   {
@@ -27,8 +26,7 @@ uint64_t PendingCalls::start(uint32_t kind, Bytes header, std::span<const Bytes>
       std::erase(starting_, &mine);
     }
     tag = next_tag_++;
-    questions_[tag].detached = detached;
-    detached_open_ += detached;
+    questions_.try_emplace(tag);
     ++unanswered_;
   }
   try {
@@ -37,12 +35,7 @@ uint64_t PendingCalls::start(uint32_t kind, Bytes header, std::span<const Bytes>
     forget(tag);
     throw;
   }
-  if (detached) detached_.notify_one();
   return tag;
-}
-
-void PendingCalls::notify(uint64_t tag, uint32_t kind, Bytes header, Deadline deadline) {
-  connection_->send({tag, kind, header, {}}, deadline);
 }
 
 void PendingCalls::wait(uint64_t tag, Message* answer, Deadline deadline) {
@@ -161,13 +154,6 @@ void PendingCalls::wake_another() {
 // For those who wait to start a call: who reads for all of them may go on for long.
 void PendingCalls::make_place() {
   for (ConditionVariable* other : starting_) other->notify_one();
-}
-
-bool PendingCalls::ready(uint64_t tag) const {
-  if (forked()) return true;  // wait() throws at once
-  std::lock_guard lock(mutex_);
-  const auto found = questions_.find(tag);
-  return failed_ || (found != questions_.end() && found->second.answered);
 }
 
 void PendingCalls::detach(uint64_t tag) {

@@ -20,13 +20,10 @@ class PendingCalls {
   explicit PendingCalls(std::shared_ptr<Connection> connection, size_t max_open = 1024)
       : forks_(forks()), connection_(std::move(connection)), max_open_(max_open) {}
 
-  // Sends the request, once there is room for it, and returns its tag. The answer to a `detached` one is returned by
-  // next_detached().
-  uint64_t start(uint32_t kind, Bytes header, std::span<const Bytes> buffers, bool detached, Deadline deadline);
+  // Sends the request, once there is room for it, and returns its tag.
+  uint64_t start(uint32_t kind, Bytes header, std::span<const Bytes> buffers, Deadline deadline);
   // The answer. Throws timed_out (it may be waited for again), peer_lost, hung_up, argument (no such request).
   void wait(uint64_t tag, Message* answer, Deadline deadline);
-  // Whether wait() would return at once.
-  bool ready(uint64_t tag) const;
   // From now on the answer is returned by next_detached(). Not while a thread waits for it.
   void detach(uint64_t tag);
   // Abandons the call: its answer is dropped when it comes. A thread that waits for it gets hung_up.
@@ -37,8 +34,6 @@ class PendingCalls {
   // Any answer to a detached request; its tag is the message's. Throws timed_out, peer_lost (for all of them).
   void next_detached(Message* answer, Deadline deadline);
 
-  // Sends a message of that tag to which no answer is kept.
-  void notify(uint64_t tag, uint32_t kind, Bytes header, Deadline deadline);
   size_t open() const;
   Connection& connection() const { return *connection_; }
   const std::shared_ptr<Connection>& shared_connection() const { return connection_; }

@@ -22,7 +22,7 @@ from geartrain.errors import (
     UntrustedPeerError,
     WaitTimeoutError,
 )
-from geartrain.rpc.future import CODEC_ERROR, Future, Reply
+from geartrain.rpc.future import UNDECODABLE, Future, Reply
 from geartrain.rpc.protocol import CALL, CALL_OBJECT, CANCEL, ERROR, OUT_OF_BAND, RESULT, TELL, with_timeout
 from geartrain.rpc.registry import name_of, names
 from geartrain.rpc.tensors.device_map import DeviceMap
@@ -73,6 +73,70 @@ class Client:
         self._in_background: dict[int, Future] = {}
         self._completing = False  # a thread waits for their replies
 
+    def call(
+        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+    ) -> Any:
+        """The result, waited for by this thread."""
+        return self._ask(function, *self._request(function, args, kwargs, timeout_s), timeout_s)
+
+    def ask(self, name: str, args: tuple[Any, ...], timeout_s: float) -> Any:
+        """The result of one of geartrain.rpc's own functions. They also negotiate, so they do not wait for that."""
+        return self._ask(name, CALL, (name, args, {}), timeout_s)
+
+    def _ask(self, function: str | Callable[..., Any], kind: int, value: Any, timeout_s: float) -> Any:
+        until_s = time.monotonic() + timeout_s
+        began_s = time.perf_counter() if trace.on else 0.0
+        tag = self._start(kind, value, timeout_s)
+        try:
+            reply = self.wait(tag, until_s)
+        except BaseException as error:  # by a signal's handler, perhaps
+            self.cancel(tag)
+            if isinstance(error, (WaitTimeoutError, PeerLostError)):
+                raise self._told(error, timeout_s) from None
+            raise
+        if began_s:
+            self._trace_call("call", function, tag, began_s, reply[3])
+        try:
+            return reply[1] if reply[0] == RESULT else self.value_of(reply)
+        finally:
+            del reply  # the traceback of an error in it holds this frame
+
+    def start(
+        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+    ) -> int:
+        """Sends a call: the tag of its reply."""
+        began_s = time.perf_counter() if trace.on else 0.0
+        tag = self._start(*self._request(function, args, kwargs, timeout_s), timeout_s)
+        if began_s:
+            self._trace_call("send", function, tag, began_s, time.perf_counter())
+        return tag
+
+    def _start(self, kind: int, value: Any, timeout_s: float) -> int:
+        kind, payload = self._encode(kind, value, timeout_s)
+        try:
+            return self.calls.start(with_timeout(kind, timeout_s), payload, timeout_s)
+        except (WaitTimeoutError, PeerLostError) as error:
+            raise self._told(error, timeout_s) from None
+
+    def tell(
+        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+    ) -> None:
+        """Sends a call without a reply. Raises `MessageError` for a function that is not registered."""
+        kind, value = self._request(function, args, kwargs, timeout_s)
+        if kind != CALL:
+            raise MessageError("`tell` takes registered functions only")
+        kind, payload = self._encode(TELL, value, timeout_s)
+        self.connection.send(0, kind, payload, timeout_s)
+
+    def encode(
+        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+    ) -> tuple[int, _native.Payload]:
+        """A call's kind and payload, for `calls.start`. Tensors that go out of band are sent by then, or queued."""
+        return self._encode(*self._request(function, args, kwargs, timeout_s), timeout_s)
+
+    def _encode(self, kind: int, value: Any, timeout_s: float) -> tuple[int, _native.Payload]:
+        return self._codec.encode_message(kind, value, self.pickle, self.tensors, 0, timeout_s)
+
     def _request(
         self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> tuple[int, Any]:
@@ -87,75 +151,10 @@ class Client:
             self.tensors.negotiate(timeout_s)
         return (CALL_OBJECT, (function, args, kwargs)) if name is None else (CALL, (name, args, kwargs))
 
-    def encode_call(
-        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
-    ) -> tuple[int, _native.Payload]:
-        """A call's kind and payload, for `start_encoded`. Tensors that go out of band are sent by then, or queued."""
-        kind, value = self._request(function, args, kwargs, timeout_s)
-        return self._codec.encode_message(kind, value, self.pickle, self.tensors, timeout_s)
-
-    def call(
-        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
-    ) -> Any:
-        """The result, waited for by this thread."""
-        kind, value = self._request(function, args, kwargs, timeout_s)
-        try:
-            reply = self._exchange(function, with_timeout(kind, timeout_s), value, timeout_s)
-        except (WaitTimeoutError, PeerLostError) as error:
-            raise self._told(error, timeout_s) from None
-        try:
-            return reply[1] if reply[0] == RESULT else self.value_of(reply)
-        finally:
-            del reply  # the traceback of an error in it holds this frame
-
-    def ask(self, name: str, args: tuple[Any, ...], timeout_s: float) -> Any:
-        """The result of one of geartrain.rpc's own functions, which have no deadline at the peer."""
-        return self.value_of(self._exchange(name, CALL, (name, args, {}), timeout_s))
-
-    def _exchange(self, function: str | Callable[..., Any], kind: int, value: Any, timeout_s: float) -> Reply:
-        """Encodes and sends a call, waits for its reply and decodes it, in one native call."""
-        traced = trace.on
-        began_s = time.perf_counter() if traced else 0.0
-        reply = self.calls.call(kind, value, timeout_s, CANCEL, self.tensors, traced)
-        if traced and reply[2]:
-            self._trace_call("call", function, reply[2], began_s, reply[3])
-            self._trace_reply(reply)
-        return reply
-
-    def start(
-        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
-    ) -> int:
-        """Sends a call: the tag of its reply."""
-        began_s = time.perf_counter() if trace.on else 0.0
-        kind, value = self._request(function, args, kwargs, timeout_s)
-        word = with_timeout(kind, timeout_s)
-        tag = self.calls.start(word, value, timeout_s, self.tensors)
-        if began_s:
-            self._trace_call("send", function, tag, began_s, time.perf_counter())
-        return tag
-
-    def start_encoded(self, kind: int, payload: _native.Payload, timeout_s: float) -> int:
-        """Sends a call that `encode_call` has encoded, without a deadline at the peer: the tag of its reply."""
-        return self.calls.start(kind, payload, timeout_s, self.tensors)
-
-    def tell(
-        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
-    ) -> None:
-        """Sends a call without a reply. Raises `MessageError` for a function that is not registered."""
-        kind, value = self._request(function, args, kwargs, timeout_s)
-        if kind != CALL:
-            raise MessageError("`tell` takes registered functions only")
-        refusal = self.connection.send_value(self._codec, 0, TELL, value, self.pickle, timeout_s, self.tensors)
-        if refusal is not None:
-            try:
-                raise refusal
-            finally:
-                del refusal  # its traceback holds this frame
-
-    def wait(self, tag: int, timeout_s: float) -> Reply:
-        """The reply to a call that was started, waited for by this thread."""
-        reply = self.calls.wait(tag, timeout_s, trace.on)
-        if reply[3]:
+    def wait(self, tag: int, until_s: float) -> Reply:
+        """The reply to a call that was started, waited for by this thread until `until_s` in `time.monotonic()`."""
+        reply = self.calls.wait(tag, until_s)
+        if trace.on:
             self._trace_reply(reply)
         return reply
 
@@ -175,7 +174,7 @@ class Client:
     def _trace_reply(self, reply: Reply) -> None:
         """A slice of a reply's decoding, which has just ended."""
         kind, _, tag, arrived_s = reply
-        if kind != CODEC_ERROR:
+        if kind != UNDECODABLE:
             arrow = f"{self.flow(tag)}r"
             trace.slice_of("reply", "rpc", arrived_s, time.perf_counter(), flow_in=arrow, peer=self.name)
 
@@ -194,7 +193,7 @@ class Client:
             return value
         if kind == RESULT | OUT_OF_BAND:
             return self.tensors.fetch(value, tag, self._timeout_s, elsewhere)
-        if kind == CODEC_ERROR:
+        if kind == UNDECODABLE:
             try:
                 raise value
             finally:
@@ -213,7 +212,7 @@ class Client:
         """Drops the reply when it comes, and has the peer cancel the call."""
         self.calls.forget(tag)
         with contextlib.suppress(GeartrainError):
-            self.calls.notify(tag, CANCEL, self._codec.encode(None), 0.1)
+            self.connection.send(tag, CANCEL, self._codec.encode(None), 0.1)
         with self._lock:
             self._in_background.pop(tag, None)
 
@@ -236,7 +235,7 @@ class Client:
     def _complete(self) -> None:
         while True:
             try:
-                reply = self.calls.next_detached(0.5, trace.on)
+                reply = self.calls.next_detached(0.5)
             except WaitTimeoutError:
                 self._expire()
                 with self._lock:
@@ -250,7 +249,7 @@ class Client:
                 for future in left:
                     future.finish(self.named(error))
                 return
-            if reply[3]:
+            if trace.on:
                 self._trace_reply(reply)
             with self._lock:
                 waiting = self._in_background.pop(reply[2], None)

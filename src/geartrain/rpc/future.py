@@ -16,10 +16,10 @@ from geartrain.core.threads import ReentrantEvent, held, owns, refuse_within
 from geartrain.errors import CallCancelledError, ConnectionClosedError, GeartrainError, WaitTimeoutError
 from geartrain.rpc.scheduler import about_to_wait
 
-#: A reply: its kind, value and tag, and in a trace the `time.perf_counter()` before it was decoded, else 0.
+#: A reply: its kind, value and tag, and the `time.perf_counter()` before it was decoded.
 Reply = tuple[int, Any, int, float]
-#: Stands for a reply's kind if encoding the call or decoding the reply raised an error, which is the value.
-CODEC_ERROR = -1
+#: Stands for a reply's kind if decoding the reply raised an error, which is the value.
+UNDECODABLE = -1
 
 
 class ReplySource(Protocol):
@@ -28,8 +28,8 @@ class ReplySource(Protocol):
     name: str
     forks: int  # of the process that it belongs to (`_native.forks`)
 
-    def wait(self, tag: int, timeout_s: float) -> Reply:
-        """The reply to a call that was started."""
+    def wait(self, tag: int, until_s: float) -> Reply:
+        """The reply to a call that was started, waited for until `until_s` in `time.monotonic()`."""
 
     def value_of(self, reply: Reply, elsewhere: bool = False) -> Any:
         """The result in a reply, or its error, raised."""
@@ -134,7 +134,7 @@ class Future:
                         raise WaitTimeoutError(f"no answer from {self._source.name!r} before the deadline")
                     event = self._done
                     if event is None and not self._finished:
-                        self._wait(max(until_s - time.monotonic(), 0.0), cancels=until_s == self.until_s)
+                        self._wait(until_s)
                 finally:
                     if owned():
                         reading.release()
@@ -160,12 +160,12 @@ class Future:
             self._done = None
             self._callbacks = []
 
-    def _wait(self, wait_s: float, cancels: bool) -> None:
+    def _wait(self, until_s: float) -> None:
         """Waits for the reply in this thread, which holds `_reading`."""
         try:
-            reply = self._source.wait(self._tag, wait_s)
+            reply = self._source.wait(self._tag, until_s)
         except WaitTimeoutError:
-            if not cancels:
+            if until_s < self.until_s:
                 raise
             self._source.cancel(self._tag)
             self._settle(
@@ -217,7 +217,7 @@ class Future:
             with held(self._reading, 0.0) as mine:
                 if mine and not self._finished and self._done is None:
                     with contextlib.suppress(WaitTimeoutError):
-                        self._wait(0.0, cancels=self.until_s <= time.monotonic())
+                        self._wait(time.monotonic())
             if not self._finished and self._callbacks:
                 self._serve_callbacks()
         return self._finished

@@ -91,13 +91,16 @@ class ServerSession:
 
     def _send(self, tag: int, kind: int, value: Any) -> BaseException | None:
         """Sends a reply: None; or the error of a value that cannot be sent, where nothing was."""
-        connection = self.connection
         try:
-            return connection.send_value(self._codec, tag, kind, value, self.pickle, self._timeout_s, self.tensors)
+            kind, payload = self._codec.encode_message(kind, value, self.pickle, self.tensors, tag, self._timeout_s)
+        except BaseException as error:
+            return error
+        try:
+            self.connection.send(tag, kind, payload, self._timeout_s)
         except MessageError as too_large:
             return too_large
         except WaitTimeoutError:
-            connection.close()  # the client does not read replies
+            self.connection.close()  # the client does not read replies
         except GeartrainError:
             pass  # it is gone, which the inbox reports
         return None

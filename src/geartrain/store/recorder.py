@@ -60,8 +60,8 @@ AUTORESETS = ("next_step", "same_step", "disabled")
 #: Fields that a recorder fills and requires, and fields that it fills if the store has them.
 REQUIRED_FIELDS = {"terminated": "bool", "last": "bool"}
 OPTIONAL_FIELDS = {"truncated": "bool", "step_version": "int64", "episode_return": "float32"}
-#: What `StepRecorder.step` and native/python/step_writer.cc call arguments; a field of such a name could not be given.
-_TAKEN = ("final_obs", "mask", "version", "observation")
+#: Arguments of `StepRecorder.step`; a field of such a name could not be given.
+_TAKEN = ("final_obs", "mask", "version")
 #: Names of observations, alone or before a dot.
 OBSERVATIONS = ("obs", "observation")
 
@@ -345,13 +345,13 @@ class StepRecorder:
         if final_obs is not None and not self._same_step:
             raise ArgumentError("final_obs is for autoreset='same_step'; elsewhere it is the observation")
         try:
-            answer = self._native.step(obs, values, terminated, truncated, final_obs, mask, version, False)
+            result = self._native.step(obs, values, terminated, truncated, final_obs, mask, version, False)
         except TypeError:
             found = f"{type(obs).__name__}, {type(values).__name__}, {terminated!r} and {truncated!r}"
             raise ArgumentError(
                 f"a step has an observation, values in a dict by field, terminated and truncated; found {found}"
             ) from None
-        if answer is None:
+        if result is None:
             return None
         arguments = {
             "observation": obs,
@@ -362,12 +362,12 @@ class StepRecorder:
             "mask": mask,
         }
 
-        def record(now: dict[str, Any], admitted: bool) -> bytes | int | str | None:
+        def record(now: dict[str, Any], admitted: bool) -> _native.StepResult | None:
             flags = (now["terminated"], now["truncated"])
             final, mask = now["final_obs"], now["mask"]
             return self._native.step(now["observation"], now["values"], *flags, final, mask, version, admitted)
 
-        return self._finish(record, arguments, answer)
+        return self._finish(record, arguments, result)
 
     def differing(self, values: dict[str, Any]) -> NDArray[np.bool_] | None:
         """Finds the environments whose newest step has other values than these, or that have no step.
@@ -385,16 +385,10 @@ class StepRecorder:
         """
         if type(values) is not dict:
             raise SchemaError(f"values are given in a dict by field, found {type(values).__name__}")
-        found = self._native.differing(values)
-        if isinstance(found, str):
-            fields, name = self._columns.fields, found
-            try:
-                arrays = {name: np.ascontiguousarray(value, fields[name].numpy_dtype) for name, value in values.items()}
-            except (KeyError, TypeError, ValueError, OverflowError) as error:
-                raise SchemaError(f"{name!r} does not fit the store's fields: {error}") from None
-            found = self._native.differing(arrays)
-            if isinstance(found, str):
-                raise SchemaError(f"{found!r} does not fit the store's fields")
+        try:
+            found = self._native.differing(values)
+        except SchemaError:  # other dtypes, or no contiguous arrays
+            found = self._native.differing(self._arguments.contiguous(values))
         return None if found is None else np.frombuffer(found, np.bool_)
 
     def cut(self, mask: Any = None) -> Keys | None:
@@ -501,38 +495,42 @@ class StepRecorder:
 
     def _finish(
         self,
-        call: Callable[[dict[str, Any], bool], bytes | int | str | None],
+        call: Callable[[dict[str, Any], bool], _native.StepResult | None],
         given: dict[str, Any],
-        answer: bytes | int | str | None = "",
+        result: _native.StepResult | None = None,
     ) -> Keys | None:
-        """Converts what the native call asks for, waits for the rate limiter, and returns completed rows' keys."""
-        if answer == "":
-            answer = call(given, False)
-        converted: set[tuple[str, bool]] = set()
-        while isinstance(answer, str):
-            what = (answer, type(given.get("observation")) is dict)  # a field may be called "observation" as well
+        """Converts what the native call asks for, waits for the rate limiter, and returns completed rows' keys.
+
+        Args:
+            call: the native call, with arguments by name, and whether the rate limiter has admitted its rows.
+            given: its arguments.
+            result: of a call with these arguments that was made before.
+        """
+        if result is None:
+            result = call(given, False)
+        converted: set[tuple[str, str | None]] = set()
+        while result is not None and result.argument is not None:
+            what = (result.argument, result.field)
             if what in converted:
-                raise SchemaError(f"{answer!r} does not fit the store's fields")
+                raise SchemaError(f"{result.field or result.argument!r} does not fit the store's fields")
             converted.add(what)
-            self._arguments.convert(answer, given)
-            answer = call(given, False)
-        if isinstance(answer, int):
-            limiter = self._columns.limiter
-            inserts = answer
+            self._arguments.convert(*what, given)
+            result = call(given, False)
+        if result is not None and result.to_admit:
+            limiter, inserts = self._columns.limiter, result.to_admit
             limiter.admit_inserts(inserts)
             try:
-                answer = call(given, True)
+                result = call(given, True)
             except BaseException:
                 limiter.give_back(inserts=inserts)
                 raise
-        assert not isinstance(answer, int | str)
-        return self._keys(answer)
+        return self._keys(result)
 
-    def _keys(self, packed: bytes | None) -> Keys | None:
-        """The keys of rows, with their environments."""
-        if packed is None:
+    def _keys(self, result: _native.StepResult | None) -> Keys | None:
+        """The keys of completed rows, with their environments."""
+        if result is None:
             return None
-        row, generation, env = np.frombuffer(packed, np.uint32).reshape(3, -1).copy()
+        row, generation, env = np.frombuffer(result.keys, np.uint32).reshape(3, -1).copy()
         return Keys.of_rows(row, generation, self._columns.store_id, env=env)
 
 

@@ -24,31 +24,39 @@ class StepArguments:
     def __init__(self, fields: Mapping[str, Field], n_envs: int, obs: Sequence[str], values: Sequence[str]) -> None:
         self._fields, self._n_envs, self._obs, self._values = fields, n_envs, obs, values
 
-    def convert(self, name: str, given: dict[str, Any]) -> None:
-        """Replaces the value of a name by one that the native call accepts.
+    def convert(self, argument: str, field: str | None, given: dict[str, Any]) -> None:
+        """Replaces an argument, or its values of one field, by what the native call accepts.
 
         Raises:
             FieldError, SchemaError, ArgumentError: it cannot be converted; says why.
         """
-        if name in ("terminated", "truncated", "mask"):
-            given[name] = self._flags(name, given[name])
-        elif name == "observation" and not (name in self._obs and type(given[name]) is dict):
-            given[name] = self._flat(given[name])
-        elif name == "final_obs":
-            given[name] = self._final(given)
-        elif name == "values" and not isinstance(given["values"], Mapping):
+        if argument in ("terminated", "truncated", "mask"):
+            given[argument] = self._flags(argument, given[argument])
+        elif argument == "final_obs":
+            given[argument] = self._final(given)
+        elif argument == "observation":
+            flat = self._flat(given[argument])
+            given[argument] = flat if field is None else {**flat, field: self._array(field, flat[field])}
+        elif not isinstance(given["values"], Mapping):
             raise ArgumentError(f"a step's values are a dict of arrays by field, found {shown(given['values'])}")
-        elif name == "values" or (name in self._values and name not in given["values"]):
+        elif field is not None and field in given["values"]:
+            given["values"] = {**given["values"], field: self._array(field, given["values"][field])}
+        else:
             missing, unknown = set(self._values) - set(given["values"]), set(given["values"]) - set(self._values)
             raise FieldError(
                 f"a step needs a value for every field: missing {sorted(missing)}, unknown {sorted(unknown)} (the "
                 f"observations are {', '.join(self._obs)}){did_you_mean(unknown, missing)}"
             )
-        elif name in self._obs:
-            flat = self._flat(given["observation"])
-            given["observation"] = {**flat, name: self._array(name, flat[name])}
-        else:
-            given["values"] = {**given["values"], name: self._array(name, given["values"][name])}
+
+    def contiguous(self, values: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        """Contiguous arrays of the fields' dtypes. Raises `SchemaError`."""
+        arrays = {}
+        for name, value in values.items():
+            try:
+                arrays[name] = np.ascontiguousarray(value, self._fields[name].numpy_dtype)
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                raise SchemaError(f"{name!r} does not fit the store's fields: {error}") from None
+        return arrays
 
     def _flags(self, name: str, value: Any) -> NDArray[np.bool_]:
         array = _as_array(name, _on_host(name, value))

@@ -106,7 +106,7 @@ def encode_event(peer: Client, value: tuple[Any, ...], by_cpu: bool, timeout_s: 
     try:
         if by_cpu:
             return CALL, native_codec().encode((EVENT, value, {}), peer.pickle)
-        return peer.encode_call(EVENT, value, {}, timeout_s)
+        return peer.encode(EVENT, value, {}, timeout_s)
     except _UNSENDABLE as error:
         if not peer.pickle:
             raise MessageError(f"an event of topic {value[0]!r} cannot be sent: {error}") from None
