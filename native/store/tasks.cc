@@ -449,7 +449,8 @@ void Tasks::check_task(uint32_t task, const char* what) const {
 std::vector<ClaimedRow> Tasks::claim(uint32_t task, const Asked& asked) {
   store_.ensure_client();
   check_task(task, "claimed");
-  if (asked.axis > described_->axis_count) fail(ErrorKind::schema, "no axis number ", asked.axis);
+  const bool has_axis = asked.max_items == 0 || asked.axis != 0;
+  if (!has_axis || asked.axis > described_->axis_count) fail(ErrorKind::schema, "no axis number ", asked.axis);
   std::vector<ClaimedRow> claimed;
   if (figures(task).due.load(kRelaxed) == 0) {
     if (figures(task).claimed.load(kRelaxed) == 0) return claimed;

@@ -122,23 +122,22 @@ class RemoteRows:
         self._client = int.from_bytes(os.urandom(7), "little")
         self._calls = itertools.count(1)
         self._lock = threading.RLock()
+        self._opening = threading.RLock()
         self._remote: Remote | None = None
         self._held: dict[_Row, _Held] = {}
+        self._opened(timeout_s)
 
     # --- the connection -------------------------------------------------------------------------------------
 
     def _opened(self, within_s: float) -> Remote:
         """The peer's handle of this connection."""
-        remote = self._remote
-        if remote is not None:
-            return remote
-        number, store_id = self._node.call(self._peer, "geartrain.store.tasks", self._name, timeout_s=within_s)
-        if store_id != self._store_id:
-            raise ArgumentError(
-                f"{self._peer!r} serves another store as {self._name!r} than before: make another RemoteStore"
-            )
-        with self._lock:
+        with self._opening:
             if self._remote is None:
+                number, store_id = self._node.call(self._peer, "geartrain.store.tasks", self._name, timeout_s=within_s)
+                if store_id != self._store_id:
+                    raise ArgumentError(
+                        f"{self._peer!r} serves another store as {self._name!r} than before: make another RemoteStore"
+                    )
                 self._remote = Remote(self._node, self._peer, number)
             return self._remote
 
@@ -285,7 +284,7 @@ class RemoteRows:
             if remote is None:
                 return len(its) - len(held)
             columns = rows[held], generations[held], claims[held]
-            lost: int = remote.call("release", task, *columns, None, timeout_s=self._timeout_s)
+            lost: int = remote.call("release", task, *columns, timeout_s=self._timeout_s)
         except PeerLostError:
             return len(its) - len(held)
         return len(its) - len(held) + lost
@@ -355,8 +354,9 @@ class RemoteRows:
     def appended_parts(self, task: int, row: int, generation: int, claim: int, fields: Sequence[int]) -> Any:
         """As of the native store."""
         with self._lock:
-            held = (task, row, generation, claim) in self._held
-        return self.ask("appended", task, row, generation, claim if held else NO_CLAIM, list(fields))
+            held = self._held.get((task, row, generation, claim))
+        own, version = (NO_CLAIM, 0) if held is None else (claim, held.version)
+        return self.ask("appended", task, row, generation, own, version, list(fields))
 
     def stale_rows(self, rows: Any, generations: Any) -> Any:
         """As of the native store."""

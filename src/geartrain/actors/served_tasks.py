@@ -224,63 +224,66 @@ class PeerCalls:
         for task in {task for task, _ in rows}:
             self._release(task, [row for of, row in rows if of == task])
 
+    def _held_claims(self, task: int, rows: Any, generations: Any, claims: Any) -> tuple[NDArray[np.uint16], list[int]]:
+        """The claims of rows, `NO_CLAIM` of those that the peer has not, and the places of these."""
+        own = claims.astype(np.uint16)
+        none, its = (0, 0, 0), zip(rows.tolist(), generations.tolist(), claims.tolist(), strict=True)
+        with self._lock:
+            missing = [i for i, (row, *claim) in enumerate(its) if [*self._held.get((task, row), none)[:2]] != claim]
+        own[missing] = NO_CLAIM
+        return own, missing
+
     def _mine(
         self, task: int, rows: Any, generations: Any, claims: Any, versions: Any
     ) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
-        """The claims of rows, `NO_CLAIM` of those that the peer has not; what `claim_again` said of the others.
+        """The claims of rows, `NO_CLAIM` of those that the peer has not, and what `claim_again` said of these.
 
         A row that the peer has lost with an earlier connection is claimed again if nobody has claimed it since.
         """
-        its = list(zip(rows.tolist(), generations.tolist(), claims.tolist(), strict=True))
-        with self._lock:
-            held = [self._held.get((task, row), (0, 0, 0))[:2] == (generation, claim) for row, generation, claim in its]
-        own = claims.astype(np.uint16)
-        again = np.zeros(len(its), np.uint8)
-        if all(held):
-            return own, again
-        missing = np.flatnonzero(~np.array(held, bool))
-        for i in missing.tolist():
-            said = int(versions[i]) if versions is not None else self._native.clock()
-            again[i : i + 1] = self._native.claim_again(
-                task, rows[i : i + 1], generations[i : i + 1], claims[i : i + 1], said
-            )
-        with self._lock:
-            ended = self._ended
-            for i in missing.tolist():
-                row, generation, claim = its[i]
-                if again[i] == _CLAIMED and not ended:
-                    self._held[task, row] = (generation, claim, 0)
-        if ended:
-            self._release(task, [its[i] for i in missing.tolist() if again[i] == _CLAIMED])
-        own[missing[(again[missing] != _CLAIMED) | ended]] = NO_CLAIM
-        return own, again
+        own, missing = self._held_claims(task, rows, generations, claims)
+        said = np.zeros(len(own), np.uint8)
+        for i in missing:
+            one = slice(i, i + 1)
+            said[one] = self._native.claim_again(task, rows[one], generations[one], claims[one], int(versions[i]))
+            if said[i] != _CLAIMED:
+                continue
+            with self._lock:
+                if not self._ended:
+                    self._held[task, int(rows[i])] = (int(generations[i]), int(claims[i]), 0)
+                    own[i] = claims[i]
+                    continue
+            self._native.release_rows(task, rows[one], generations[one], claims[one])
+        return own, said
 
-    def _forget(self, task: int, rows: Sequence[int], generations: Sequence[int]) -> None:
+    def _forget(self, task: int, rows: Any, generations: Any, own: Any) -> None:
+        its = zip(rows.tolist(), generations.tolist(), own.tolist(), strict=True)
         with self._lock:
-            for row, generation in zip(rows, generations, strict=True):
-                if self._held.get((task, row), (0, 0, 0))[0] == generation:
+            for row, *claim in its:
+                if [*self._held.get((task, row), (0, 0, 0))[:2]] == claim:
                     del self._held[task, row]
 
-    def release(self, task: int, rows: Any, generations: Any, claims: Any, versions: Any) -> int:
-        """As the native `release_rows`, of the peer's rows."""
-        return self._end_rows("release_rows", task, rows, generations, claims, versions)
+    def release(self, task: int, rows: Any, generations: Any, claims: Any) -> int:
+        """As the native `release_rows`, of the peer's rows. Those of an earlier connection are released already."""
+        self._check()
+        rows, generations, claims = _claimed_rows(task, rows, generations, claims)
+        own, _ = self._held_claims(task, rows, generations, claims)
+        lost = self._native.release_rows(task, rows, generations, own)
+        self._forget(task, rows, generations, own)
+        return lost
 
     def drop(self, task: int, rows: Any, generations: Any, claims: Any, versions: Any) -> int:
         """As the native `drop_rows`, of the peer's rows."""
-        return self._end_rows("drop_rows", task, rows, generations, claims, versions)
-
-    def _end_rows(self, how: str, task: int, rows: Any, generations: Any, claims: Any, versions: Any) -> int:
         self._check()
         rows, generations, claims, versions = _claimed_rows(task, rows, generations, claims, versions)
         own, _ = self._mine(task, rows, generations, claims, versions)
-        lost: int = getattr(self._native, how)(task, rows, generations, own)
-        self._forget(task, rows.tolist(), generations.tolist())
+        lost = self._native.drop_rows(task, rows, generations, own)
+        self._forget(task, rows, generations, own)
         return lost
 
     def say_version(self, task: int, rows: Any, generations: Any, claims: Any, version: int) -> None:
         """As of the native store."""
         self._check()
-        rows, generations, claims, _ = _claimed_rows(task, rows, generations, claims, None)
+        rows, generations, claims = _claimed_rows(task, rows, generations, claims)
         versions = np.full(len(rows), whole_number("version", version, 2**63 - 1), np.int64)
         own, _ = self._mine(task, rows, generations, claims, versions)
         self._native.say_version(task, rows, generations, own, version)
@@ -311,7 +314,7 @@ class PeerCalls:
         Args:
             call: number of the client and of its call, the same when it is sent again.
             again: it was sent before, and its reply was lost.
-            versions: of the claims, for rows that have to be claimed again; None: unknown.
+            versions: of the claims, for rows that have to be claimed again.
             known: appends of a row that the client knows of.
             how, task, axis, rows, generations, claims, sources, lengths, item, merges, parts, timeout_s: as there.
         """
@@ -321,9 +324,8 @@ class PeerCalls:
             raise MessageError("rows are put, appended to or rewritten")
         call = _call_number(call)
         if how == REWRITE:
-            rows, generations, _, _ = _claimed_rows(task, rows, generations, None, None)
-            own = None
-            merges = False
+            rows, generations = _claimed_rows(task, rows, generations)
+            own, merges = None, False
         else:
             rows, generations, claims, versions = _claimed_rows(task, rows, generations, claims, versions)
         if not 0 < task < len(self._plan.tasks) or axis != (self._plan.appended_axis(task) if how == APPEND else 0):
@@ -353,9 +355,9 @@ class PeerCalls:
             return wrote
         if again:
             wrote[(found == _PUT) & (how == PUT)] = DONE
-        if how == PUT:
+        if how == PUT and own is not None:
             ended = np.flatnonzero(wrote != WAITS)
-            self._forget(task, rows[ended].tolist(), generations[ended].tolist())
+            self._forget(task, rows[ended], generations[ended], own[ended])
         if not (wrote == WAITS).any():
             self._shared.remember(call, wrote)
         return wrote
@@ -372,7 +374,7 @@ class PeerCalls:
         if again and there == known + 1:
             return np.array([DONE], np.uint8)
         self._native.release_rows(task, rows, generations, own)
-        self._forget(task, rows.tolist(), generations.tolist())
+        self._forget(task, rows, generations, own)
         return np.array([STALE], np.uint8)
 
     def _check_values(self, wanted: Sequence[str], sources: Any, lengths: Any, n: int, marked: str | None) -> None:
@@ -445,7 +447,9 @@ class PeerCalls:
             except WaitTimeoutError:
                 left_s = until_s - time.monotonic()
                 if left_s <= 0 or self._ended:
-                    raise
+                    if self._store.limiter.state().enabled:
+                        raise
+                    raise self._store._waited_for_room(n, within_s) from None
                 if wait_s == 0:
                     about_to_wait()
                 self._check()
@@ -459,7 +463,7 @@ class PeerCalls:
         """Values of fields, and lengths of axes."""
         self._check()
         fields, others = self._fields(names), self._fields(axes)
-        rows, generations, _, _ = _claimed_rows(0, rows, generations, None, None)
+        rows, generations = _claimed_rows(0, rows, generations)
         return self._packed(fields, others, rows, generations)
 
     def _fields(self, names: Any) -> list[str]:
@@ -480,11 +484,12 @@ class PeerCalls:
         bounds = {axis: tuple(found.axis(self._plan.axis(axis))) for axis in its}
         return values, bounds, found.torn(), found.unready(), found.versions()
 
-    def appended(self, task: int, row: int, generation: int, claim: int, fields: Any) -> Any:
+    def appended(self, task: int, row: int, generation: int, claim: int, version: int, fields: Any) -> Any:
         """As the native `appended_parts`, of a row of the peer's."""
         self._check()
-        ones = [np.array([each], kind) for each, kind in ((row, "u4"), (generation, "u4"), (claim, "u2"))]
-        own, _ = self._mine(task, ones[0], ones[1], ones[2], None)
+        kinds = ((row, "u4"), (generation, "u4"), (claim, "u2"), (version, "i8"))
+        rows, generations, claims, versions = (np.array([each], kind) for each, kind in kinds)
+        own, _ = self._mine(task, rows, generations, claims, versions)
         return self._native.appended_parts(task, row, generation, int(own[0]), list(fields))
 
     def stale(self, rows: Any, generations: Any) -> NDArray[np.uint8]:
@@ -544,20 +549,15 @@ def _call_number(call: Any) -> tuple[int, int]:
     return call
 
 
-def _claimed_rows(task: Any, rows: Any, generations: Any, claims: Any, versions: Any) -> tuple[Any, Any, Any, Any]:
-    """Columns of rows from a peer, as long as each other. Raises `MessageError` for others."""
+def _claimed_rows(task: Any, *columns: Any) -> tuple[Any, ...]:
+    """Columns of rows from a peer: rows, generations, claims, versions. Raises `MessageError` for others."""
     if type(task) is not int or not 0 <= task < 2**31:
         raise MessageError("tasks have numbers")
-    columns = []
-    for column, dtype in ((rows, "u4"), (generations, "u4"), (claims, "u2"), (versions, "i8")):
-        if column is not None and not (
-            isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype == dtype and len(column) == len(rows)
-        ):
-            raise MessageError("rows are sent as columns of rows, generations, claims and versions")
-        columns.append(column)
-    if columns[0] is None or columns[1] is None:
-        raise MessageError("rows and generations are needed")
-    return columns[0], columns[1], columns[2], columns[3]
+    for column, dtype in zip(columns, ("u4", "u4", "u2", "i8"), strict=False):
+        its = isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype == dtype
+        if not its or len(column) != len(columns[0]):
+            raise MessageError("rows are sent as columns of rows, generations, claims and versions, of one length")
+    return columns
 
 
 __all__ = ["PeerCalls", "PeerClaims", "ServedTasks"]
