@@ -33,6 +33,7 @@ from geartrain.errors import (
     StoreClosedError,
     WaitTimeoutError,
 )
+from geartrain.transport.tls import TLS
 
 
 class World:
@@ -186,6 +187,17 @@ def test_strings_and_axes_without_tasks_are_served() -> None:
     assert remote.delete(keys) == 0
     with pytest.raises(ArgumentError, match="no tasks"):
         remote.claim("answer")
+    made.close()
+
+
+def test_tasks_are_served_over_tls_to_peers_with_the_secret(loopback: TLS) -> None:
+    made = World(grpo.new_store(), secret=b"secret", tls=loopback)
+    remote = made.remote()
+    grpo.insert(remote, range(3))
+    grpo.work(remote, "answer", remote.claim("answer", 3))
+    assert figures(made)["done"] == 3 and "TLS" in str(made.hosts[0].connections())
+    with pytest.raises(GeartrainError):
+        made.remote(secret=b"another")
     made.close()
 
 
@@ -466,7 +478,7 @@ def test_who_finds_no_room_waits_and_holds_up_nobody(what: str) -> None:
 
     with pytest.raises(WaitTimeoutError, match=r"within 0.2 s: (.|\n)*Raise capacity= or span_bytes="):
         act(0.2)
-    waiting = [threading.Thread(target=act_on) for _ in range(3)]
+    waiting = [threading.Thread(target=act_on) for _ in range(3 if what == "insert" else 2)]
     for each in waiting:
         each.start()
     time.sleep(0.3)

@@ -594,9 +594,10 @@ def test_a_row_is_claimed_again_by_an_old_number_unless_another_has_claimed_it_s
         assert again(first) == [0, 0]  # it is claimed
         first.release()
         assert again(first) == [1, 1] and store.task_stats()["work"]["claimed"] == 2
-        list(first)[0].put(y=[1.0])
+        one, other = first
+        one.put(y=[1.0])
         assert again(first) == [2, 0]  # put by that claim; claimed
-        list(first)[1].release()
+        other.release()
         second = store.claim("work", 2)
         second.release()
         assert again(first) == [2, 0] and again(second) == [1]

@@ -9,6 +9,7 @@
 | claims | 16 of 8,192 due rows, 16 processes | `get_meta` of one client |
 | wake | a put until a process that waits for a claim runs, a core each | a byte through a named pipe |
 | the example | loader, tasks and learner of the GRPO example in six processes, 16 answers of 20 tokens a row | |
+| remote | claim and put of rows of 16 answers over a link of 1 Gbit/s | a bare socket; storage units of TransferQueue |
 | ranks over links | batches of four learners, each on a host of its own, whose rows have 16 answers | one host |
 | memory | bytes of a full region over those of its values, four distributions of lengths | |
 | cold gather | `gt.fetch` of random rows of 512 MB, by CPU time on one thread | one copy of as many bytes |
@@ -34,6 +35,9 @@ of a row's mean size from random places of it, in C.
 Ranks over links: hosts are network namespaces, joined by links of 200 Mbit/s. A learner sleeps for each token that it
 has; its floor is this sleep. Rows are in its own host's store, and move where that balances tokens.
 
+Remote: the two hosts are network namespaces. The worker puts ready values from eight threads, so that one claims while
+another's row crosses the link. The server's CPU time is that of its whole process, the transport included.
+
 Threats to validity: the wake and the example depend on who else uses the cores. TransferQueue's one client has no
 competitor in `get_meta`, which favours it. Its later field overwrites the one of the lap before.
 """
@@ -53,6 +57,7 @@ import geartrain_bench.llm.calls as calls
 import geartrain_bench.llm.links as links
 import geartrain_bench.llm.memory as memory
 import geartrain_bench.llm.processes as processes
+import geartrain_bench.llm.remote as remote
 import geartrain_bench.llm.report as llm_report
 from geartrain.errors import ArgumentError
 from geartrain_bench.harness.child_process import BaselineError
@@ -166,7 +171,8 @@ def _beside_peer(one: Run) -> Parts:
     for per_row in one.plan.per_row:
         for name, part in measured.items():
             parts[f"{name}, {calls.rows_of(per_row)}"] = partial(part, one, per_row)
-    return {**parts, "one row": partial(calls.one_row, one), "claims": partial(processes.claims, one)}
+    alone = {"one row": calls.one_row, "claims": processes.claims, "remote": remote.remote}
+    return {**parts, **{name: partial(part, one) for name, part in alone.items()}}
 
 
 def _alone(one: Run) -> Parts:

@@ -4,7 +4,7 @@ Reads one JSON object a line from stdin and answers each with one on stdout:
 
     {"do": "setup", "values": "answers.npz"}           -> {"versions": {...}}; one array a field, and "lengths"
     {"do": "lap", "what": "put" | "get" | "later" | "one row" | "get_meta", "calls": 4}
-                                                       -> {"seconds": per call, "cpu_seconds": per call}
+                          -> {"seconds": per call, "cpu_seconds": per call, "unit_cpu_seconds": of storage units alone}
     {"do": "digest"}                                   -> {"digest": sha256 of what a get returns}
 
 It is used as verl uses it: a controller, two units of SimpleStorage, nested tensors, keys of samples, 16 CPUs told to
@@ -69,6 +69,7 @@ class TransferQueue:
         self.keys = [f"answer-{i}" for i in range(len(lengths))]
         self.queue.kv_batch_put(self.keys, "kept", fields=self._fields(slice(None)))
         self.pids = [os.getpid(), *_actors()]
+        self.units = _actors((b"ray::SimpleStorageUnit",))
         packages = ("TransferQueue", "ray", "tensordict", "torch")
         return {"versions": {name: version(name) for name in packages}, "actors": len(self.pids) - 1}
 
@@ -92,20 +93,18 @@ class TransferQueue:
             "get_meta": self._get_meta,
         }[what]
         prepare()()
-        seconds = cpu_s = 0.0
+        seconds = cpu_s = unit_s = 0.0
         for _ in range(calls):
             one = prepare()
-            before_s, began_s = self._cpu_s(), time.perf_counter()
+            before_s, units_s, began_s = _cpu_s(self.pids), _cpu_s(self.units), time.perf_counter()
             one()
             seconds += time.perf_counter() - began_s
-            cpu_s += self._cpu_s() - before_s
+            cpu_s += _cpu_s(self.pids) - before_s
+            unit_s += _cpu_s(self.units) - units_s
         if self.fresh:
             self.queue.kv_clear(self.fresh, "put")
             self.fresh = []
-        return {"seconds": seconds / calls, "cpu_seconds": cpu_s / calls}
-
-    def _cpu_s(self) -> float:
-        return sum(time.clock_gettime((~pid << 3) | 2) for pid in self.pids)  # a process's CPU clock
+        return {"seconds": seconds / calls, "cpu_seconds": cpu_s / calls, "unit_cpu_seconds": unit_s / calls}
 
     def _fresh(self, n: int) -> list[str]:
         self.puts += 1
@@ -160,8 +159,12 @@ class TransferQueue:
         return {}
 
 
-def _actors() -> list[int]:
-    """Processes of the controller and the storage units of this session."""
+def _cpu_s(pids: list[int]) -> float:
+    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)  # a process's CPU clock
+
+
+def _actors(names: tuple[bytes, ...] = (b"ray::SimpleStorageUnit", b"ray::TransferQueue")) -> list[int]:
+    """Processes of this session's actors; by default of the controller and the storage units."""
     found = []
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
@@ -171,7 +174,7 @@ def _actors() -> list[int]:
             same = os.getsid(int(process.name)) == os.getsid(0)
         except OSError:
             continue
-        if words.startswith((b"ray::SimpleStorageUnit", b"ray::TransferQueue")) and same:
+        if words.startswith(names) and same:
             found.append(int(process.name))
     return found
 

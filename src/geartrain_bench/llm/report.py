@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import geartrain_bench.harness.report as report
 import geartrain_bench.llm.links as links
+import geartrain_bench.llm.remote as remote
 from geartrain.tools.plan.report import number
 from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult, Row
@@ -85,6 +86,20 @@ def targets(result: BenchResult) -> list[Target]:
             (case, links.BALANCED, links.TIME),
             True,
         )
+    ratio(
+        f"{remote.CASE}: share of the link",
+        0.8,
+        (remote.CASE, remote.BARE, remote.TIME),
+        (remote.CASE, remote.SERVER, remote.TIME),
+        True,
+    )
+    ratio(
+        f"{remote.CASE}: CPU of its storage units / our server's",
+        40.0,
+        (remote.CASE, PEER, remote.SERVER_CPU),
+        (remote.CASE, remote.SERVER, remote.SERVER_CPU),
+        True,
+    )
     return found
 
 

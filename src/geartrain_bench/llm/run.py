@@ -58,13 +58,17 @@ class Plan:
     train_ms: float = 5.0
     link_batches: int = 12
     link_rounds: int = 3
+    #: Rows that a worker of another host puts, a lap; and laps.
+    remote_rows: int = 200
+    remote_laps: int = 4
 
 
 FULL = Plan()
 QUICK = Plan(
     repeats=5, case_s=1.0, calls=4, peer_calls=1, claims=20, wakes=200, wake_laps=2, pipeline_rows=1024,
     pipeline_laps=2, region_rows=512, region_bytes=64 << 20, growing_bytes=24 << 20, settling=15, full_moments=20,
-    gather_bytes=192 << 20, link_hosts=2, train_ms=1.0, link_batches=4, link_rounds=1,
+    gather_bytes=192 << 20, link_hosts=2, train_ms=1.0, link_batches=4, link_rounds=1, remote_rows=60,
+    remote_laps=2,
 )  # fmt: skip
 
 
@@ -89,6 +93,10 @@ class Peer(AnsweringProcess):
         """Seconds of a call by its own clocks, of so many calls. Raises `BaselineError`."""
         got = self.ask({"do": "lap", "what": what, "calls": calls}, timeout_s)
         return Lap(got["seconds"], got["cpu_seconds"])
+
+    def unit_cpu_s(self, what: str, calls: int, timeout_s: float = 60.0) -> float:
+        """CPU seconds of its storage units for a call. Raises `BaselineError`."""
+        return float(self.ask({"do": "lap", "what": what, "calls": calls}, timeout_s)["unit_cpu_seconds"])
 
     def digest(self) -> str:
         """Of what it returns of the fields of tokens."""

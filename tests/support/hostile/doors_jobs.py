@@ -7,6 +7,7 @@ from unittest import mock
 
 import numpy as np
 
+import hostile.tasks as tasks
 from geartrain import launch, rpc
 from geartrain.actors import (
     Actor,
@@ -114,6 +115,22 @@ def remote_rest(tools: Tools) -> Door:
         there.delete(keys)
 
     return call, {"keys": there.insert(two_rows()), "priorities": np.ones(2)}
+
+
+@door("RemoteStore, with tasks", fields=no_names, timeout_s=SECONDS)
+def remote_claim(tools: Tools) -> Door:
+    store, learner = tools.enter(tasks.new_store(tools)), tools.enter(rpc.Node("learner"))
+    host = tools.enter(rpc.Node("host", peers={"learner": learner.address}))
+    tools.enter(StoreServer(learner, store, "tasks"))
+    there = RemoteStore(host, "learner", "tasks", timeout_s=tools.patience(10))
+
+    def call(y: Any, fields: Any, timeout_s: Any) -> None:
+        there.insert(tasks.rows(1))
+        with there.claim("work", 1, fields=fields, output="numpy") as one:
+            one.put(y=y, timeout_s=timeout_s)
+            there.delete(one.keys)
+
+    return call, {"y": [np.ones(2, np.float32)], "fields": [], "timeout_s": 1.0}
 
 
 @door("RemoteStore.recorder", n_envs=whole(1, 64), max_in_flight=whole(0, 2**31), zeros=no_names)
