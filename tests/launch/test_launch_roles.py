@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -63,6 +64,69 @@ directory = "{tests}"
 run = "launched:learn_keyed"
 args = {{ folder = "{folder}" }}
 """
+
+TASKED = """
+name = "tasked"
+timeout_s = {limit_s}
+stop_s = 5
+directory = "{tests}"
+[hosts]
+trainers = "0"
+workers = "1"
+[learner]
+run = "launched_tasks:learn_kept"
+hosts = "trainers"
+args = {{ rows = {rows}, folder = "{folder}" }}
+[role.loader]
+run = "launched_tasks:load_rest"
+hosts = "workers"
+max_restarts = 3
+args = {{ rows = {rows} }}
+[role.answer]
+task = "answer"
+run = "launched_tasks:answer"
+output = "numpy"
+hosts = "workers"
+concurrency = 4
+[role.judge]
+task = "reward"
+run = "launched_tasks:Judge"
+args = {{ factor = 1 }}
+hosts = "workers"
+rows = 4
+[role.rest]
+task = "ref"
+run = "launched_tasks:rest"
+max_items = 100
+of = "tokens"
+[role.advantage]
+task = "advantage"
+run = "launched_tasks:rest"
+hosts = "trainers"
+"""
+
+
+@pytest.mark.parametrize("server_dies", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "server dies"])
+def test_a_host_without_learners_does_tasks_of_their_store(hosts_job, tmp_path, server_dies):
+    """The loader, an async function, a class whose first process is killed, and a task that both hosts do."""
+    rows, record = 90, tmp_path / "record"
+    job = hosts_job(2, TASKED, rows=rows, folder=tmp_path)
+    if server_dies:
+        job.wait(lambda: record.exists() and len(record.read_text().splitlines()) > 3, "some batches")
+        os.kill(job.pid(0, "store-0"), signal.SIGKILL)
+    assert job.codes() == [0, 0], job.said()
+    working, training = job.summary(1), job.summary(0)
+    assert sorted(working["processes"]) == ["answer-0", "judge-0", "loader-0", "rest-1"]
+    assert sorted(training["processes"]) == ["advantage-0", "learner-0", "rest-0", "store-0"]
+    assert [each["exit_code"] for each in working["processes"].values()] == [0] * 4, job.said()
+    restarts = {role: working["restarts"].get(role, 0) + n for role, n in training["restarts"].items()}
+    assert restarts.pop("loader") <= server_dies, "an insert fails whose reply is lost"
+    assert {role: n for role, n in restarts.items() if n} == {"judge": 1} | ({"store": 1} if server_dies else {})
+    batches = dict(json.loads(line) for line in record.read_text().splitlines())
+    assert sorted(number for numbers in batches.values() for number in numbers) == list(range(rows))
+    done = json.loads((tmp_path / "logs0" / "learner-0.log").read_text().partition("done ")[2])
+    assert done == dict.fromkeys(done, rows), "each task once"
+    assert training["store"]["given_up"] == 0
 
 
 def test_a_host_that_only_simulates_feeds_the_learners_store(hosts_job, tmp_path):

@@ -47,6 +47,10 @@ class _Work:
         self.wait_s = 0.0
         self.failed: dict[int, tuple[int, int]] = {}  # row -> generation, errors of the row alone
 
+    def end_waits(self) -> None:
+        """Ends calls that wait: closes the store, or of a store of another host the node."""
+        (self.store if isinstance(self.store, Store) else self.context.node()).close()
+
     def report(self) -> None:
         """Reports progress, which is a heartbeat too."""
         self.context.report(rows=self.rows, wait_s=self.wait_s, **({"errors": self.errors} if self.errors else {}))
@@ -224,7 +228,7 @@ async def _run_lanes(work: _Work, function: Callable[[Claim], Any], concurrency:
         for each in lanes:
             each.cancel()
         await asyncio.gather(*lanes, return_exceptions=True)
-        work.store.close()  # ends puts that wait for room on threads
+        work.end_waits()  # of puts that wait for room on threads
 
 
 def _checked(fields: Any) -> Mapping[str, Any]:

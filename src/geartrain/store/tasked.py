@@ -67,6 +67,9 @@ class TaskedRows:
 
         def __len__(self) -> int: ...
 
+        def stats(self) -> dict[str, int]:
+            """The store's counters."""
+
         def packed_reader(self, names: Sequence[str], axes: Sequence[str] = (), threads: int = 0) -> RowReader:
             """Internal: reads fields of rows."""
 
