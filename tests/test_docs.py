@@ -33,8 +33,8 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-#: Recipes that start processes with torch.
-SLOW = {"ppo-remote-actors.md", "sac-actors.md"}
+#: Recipes that start processes with torch, or train for seconds.
+SLOW = {"ppo-remote-actors.md", "sac-actors.md", "dqn-per.md", "hindsight.md", "r2d2.md"}
 RUN = [pytest.param(p, id=p.name, marks=[pytest.mark.slow] * (p.name in SLOW)) for p in PAGES if blocks(p)]
 
 

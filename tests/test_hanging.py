@@ -44,19 +44,22 @@ def test_a_thread_that_waits_is_told_with_its_place_in_the_kernel():
 def test_uninterruptible_sleep_is_told_from_a_hang_of_ours_and_no_debugger_waits_for_it(tmp_path):
     fifo = tmp_path / "nobody writes it"
     os.mkfifo(fifo)
-
-    def start() -> None:  # waits by vfork until its child has opened the pipe
-        os.setpgid(0, 0)
-        os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, str(fifo), os.O_RDONLY, 0)])
-
-    with forked(start, "D") as child:
-        line, at_length = hanging.describe(child)
+    # It waits by vfork until its child has opened the pipe. An interpreter without torch, whose symbols take a debugger
+    # of that child ten seconds.
+    opening = f"[(os.POSIX_SPAWN_OPEN, 0, {str(fifo)!r}, os.O_RDONLY, 0)]"
+    code = f"import os; os.posix_spawn('/bin/true', ['true'], {{}}, file_actions={opening})"
+    process = subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
+    try:
+        deadlines.until(lambda: hanging.describe(process.pid, debugger_s=0)[0].find(": D") >= 0)
+        line, at_length = hanging.describe(process.pid)
         assert ": D" in line, line
-        assert f"process {child}" in at_length
-        began = at_length.index(f"process {child}")
+        assert f"process {process.pid}" in at_length
+        began = at_length.index(f"process {process.pid}")
         mine = at_length[began : at_length.find("process ", began + 1)]
         assert "gdb" not in mine, mine
-        os.killpg(child, signal.SIGKILL)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_a_thread_that_runs_is_told_by_its_ticks():

@@ -33,6 +33,10 @@ LINKS = ranks.Links(hosts=2, rate_mbit=100, batch_per_host=16, train_ms=(2.0,), 
 ABOUT = 0.2, 1.8
 
 
+#: Tests of one run of the whole bench, ten seconds of a core. Without them laps, refusals and failures are looked at.
+whole_bench = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def result() -> ranks.RanksResult:
     """Two processes on one host; where hosts can be made, two hosts and the links as well."""
@@ -44,6 +48,7 @@ def cases(result: ranks.RanksResult, part: str) -> dict[str, dict[str, Any]]:
     return {case["case"]: case for case in result.cases if case["part"] == part}
 
 
+@whole_bench
 def test_processes_of_one_host_move_nothing_and_every_case_has_a_floor(result: ranks.RanksResult) -> None:
     found = cases(result, "scaling")
     assert {"2 on 1 host, prioritized x 16", "2 on 1 host, fifo x 16"} <= set(found)
@@ -79,6 +84,7 @@ def test_laps_of_the_floor_are_taken_before_and_after_each_round_of_batches(monk
     assert row.p50 >= row.p75 >= row.p95 > 0 and row.p50 > row.p95, "of several laps"
 
 
+@whole_bench
 @needs_hosts
 def test_hosts_move_only_the_surplus_but_for_the_arms_that_move_all(result: ranks.RanksResult) -> None:
     found = {case["system"]: case for case in cases(result, "links").values()}
@@ -100,6 +106,7 @@ def test_hosts_move_only_the_surplus_but_for_the_arms_that_move_all(result: rank
             assert ABOUT[0] < case["moved_bytes"] / case["expected_bytes"] < ABOUT[1]
 
 
+@whole_bench
 @needs_hosts
 def test_the_result_can_be_shown_kept_and_drawn(
     result: ranks.RanksResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -120,12 +127,14 @@ def test_the_result_can_be_shown_kept_and_drawn(
         assert (tmp_path / name).read_bytes() == drawn
 
 
+@whole_bench
 def test_nothing_stays_behind(result: ranks.RanksResult) -> None:
     assert result.rows
     assert not Path(f"/dev/shm/geartrain_bench-ranks-{os.getpid()}").exists()
     assert not list(Path("/dev/shm").glob(f"gt{os.getpid():x}-*"))
 
 
+@whole_bench
 def test_peers_that_did_not_run_are_named_with_the_reason(result: ranks.RanksResult) -> None:
     missing = result.baselines_missing
     assert ("--baseline-python reverb=" in missing["reverb"]) if no_hosts is None else (missing["hosts"] == no_hosts)

@@ -141,6 +141,7 @@ def test_processes_claim_wake_and_train(monkeypatch: pytest.MonkeyPatch, preload
         }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(Hosts.viable() is not None, reason=str(Hosts.viable()))
 def test_learners_of_several_hosts_are_compared_with_one(preloaded_children: None) -> None:
     run = new_run()

@@ -42,6 +42,7 @@ def test_calls_are_measured_where_both_processes_are_placed() -> None:
             assert not is_placed
 
 
+@pytest.mark.slow
 def test_every_system_is_measured_in_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     systems = {"geartrain shm", "geartrain tcp", "raw unix", "raw tcp", "TensorPipe"}

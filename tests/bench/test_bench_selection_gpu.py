@@ -23,6 +23,7 @@ print(json.dumps(result.as_json()))
 """
 
 
+@pytest.mark.slow
 def test_every_case_of_the_gpu_bench_has_its_floor_and_finite_numbers() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

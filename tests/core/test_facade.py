@@ -48,13 +48,13 @@ def test_every_public_name_is_found_and_listed():
         gt.Weighted  # noqa: B018
 
 
-@pytest.fixture(scope="module")
-def first_names() -> dict[str, object]:
-    """What using each public name as the first thing of geartrain led to, in a fork of a process with NumPy."""
-    return in_a_fresh_process(
+def test_every_public_name_works_as_the_first_one():
+    """Each is used as the first thing of geartrain, in a fork of its own of a process with NumPy."""
+    names = [name for name in gt.__all__ if TORCH or name not in NEED_TORCH]
+    found = in_a_fresh_process(
         f"""
 import os, traceback, numpy
-for name in {sorted(gt.__all__)}:
+for name in {names}:
     ours, childs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -72,13 +72,7 @@ for name in {sorted(gt.__all__)}:
 assert "geartrain" not in sys.modules
 """
     )
-
-
-@pytest.mark.parametrize("name", gt.__all__)
-def test_a_public_name_works_as_the_first_one(name, first_names):
-    if name in NEED_TORCH:
-        pytest.importorskip("torch")
-    assert first_names[name] == "well"
+    assert found == dict.fromkeys(names, "well")
 
 
 def test_store_and_replay_load_neither_torch_nor_processes_nor_the_network():

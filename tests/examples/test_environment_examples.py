@@ -225,6 +225,7 @@ class CutShort(Agree):
         return super().step(actions)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_goes_on_from_its_checkpoint(mat, store_name, tmp_path, monkeypatch):
     file = tmp_path / "run.pt"
     with pytest.raises(CutError):

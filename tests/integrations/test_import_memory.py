@@ -142,6 +142,10 @@ FORMATS = {
 }
 
 
+#: Formats whose files are read as another one's are.
+SLOW = {"npz, compressed", "lerobot"}
+
+
 def import_limited(source: Path, into: Path, format: str) -> subprocess.CompletedProcess[str]:
     words = [str(source), str(into), str(ALLOWED_MB), format, str(EPISODES)]
     return subprocess.run(
@@ -164,7 +168,10 @@ def test_an_episode_larger_than_memory_is_refused_by_name(tmp_path: Path) -> Non
     assert not (tmp_path / "imported.gt").exists()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "format",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each in ("npz, compressed", "lerobot"))) for each in FORMATS],
+)
 def test_a_data_set_larger_than_memory_is_imported(format: str, tmp_path: Path) -> None:
     done = import_limited(FORMATS[format](tmp_path), tmp_path / "imported.gt", format)
     assert done.returncode == 0, done.stderr

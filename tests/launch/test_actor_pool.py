@@ -407,7 +407,10 @@ def tiring(context):
     return Tiring() if context.number == 1 else Quiet()
 
 
-@pytest.mark.parametrize(("made", "publish_every"), [(environments, None), (long_episodes, 10)])
+@pytest.mark.parametrize(
+    ("made", "publish_every"),
+    [pytest.param(environments, None, marks=pytest.mark.slow), (long_episodes, 10)],
+)
 def test_actors_that_die_after_an_insert_are_started_again(store, made, publish_every):
     pool = ActorPool(store, made, tiring, 2, publish_every=publish_every, max_restarts=4)
     with pytest.raises(ActorDiedError, match=r"(?s)RuntimeError: tired.*5 deaths are more than max_restarts=4"):

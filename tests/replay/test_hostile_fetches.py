@@ -17,8 +17,8 @@ import geartrain as gt
 from geartrain.errors import ArgumentError, GeartrainError
 
 ROWS = 512
-#: Of a thread beside; the old code ended within a tenth of it.
-BESIDE_S = 1.0
+#: Of a thread beside; code that trusts the rows it checked ends within a fifth of it.
+BESIDE_S = 0.5
 
 # Keys whose rows another thread sets to some that no store has, and back. In a process of its own, which may end.
 WRITTEN_KEYS = """

@@ -123,7 +123,7 @@ def compare(seed, rounds):
 
 
 def test_each_field_has_the_steps_of_its_offsets_and_nothing_else():
-    compare(seed=0, rounds=400)  # 9,600 rows
+    compare(seed=0, rounds=150)  # 3,600 rows
 
 
 @pytest.mark.slow

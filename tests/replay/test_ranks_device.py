@@ -131,9 +131,12 @@ def test_every_strategy_gives_the_batches_of_the_host(
         assert sum(one["received_bytes"] for one in stats) > 0, "nothing moved"
 
 
-def test_devices_draw_the_rows_of_their_shards_as_hosts_do() -> None:
+@pytest.mark.parametrize(
+    ("words", "batches"), [(["some"], 38), pytest.param([], 110, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_devices_draw_the_rows_of_their_shards_as_hosts_do(words: list[str], batches: int) -> None:
     """Triton's interpreter; totals and rows come from the copies of priorities, and updates reach them."""
-    assert int(interpreted("rank_selection_cases.py", timeout_s=patience(110))) == 110
+    assert int(interpreted("rank_selection_cases.py", *words, timeout_s=patience(110))) == batches
 
 
 @pytest.mark.parametrize("path", ["gather", "staged"])

@@ -370,7 +370,7 @@ def test_processes_that_come_and_go_for_seconds_never_meet_a_half_made_or_half_r
 
     def visitor(seed: int) -> None:
         choose = random.Random(seed)
-        until_s = time.monotonic() + 2.5
+        until_s = time.monotonic() + 1.0
         visits = 0
         while time.monotonic() < until_s:
             with gt.Store.open(name, tagged.FIELDS, max_length=tagged.STEPS, create="missing", capacity=16) as store:
@@ -379,7 +379,7 @@ def test_processes_that_come_and_go_for_seconds_never_meet_a_half_made_or_half_r
                 assert tagged.mixed(batch) == []
                 assert store.audit() == []
             visits += 1
-        assert visits > 10
+        assert visits > 4
 
     children = [fork(lambda seed=seed: visitor(seed)) for seed in range(4)]
     assert [wait_for(child) for child in children] == [0] * 4

@@ -873,7 +873,7 @@ class TasksModel(RuleBasedStateMachine):
 
 
 TasksModel.TestCase.settings = settings(
-    max_examples=100,
+    max_examples=40,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
@@ -882,7 +882,7 @@ TasksModel.TestCase.settings = settings(
 
 
 class TestTasksAgainstTheirModel(TasksModel.TestCase):
-    """A hundred sequences of up to forty calls, always the same."""
+    """Forty sequences of up to forty calls, always the same."""
 
 
 @pytest.mark.slow

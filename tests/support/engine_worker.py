@@ -6,6 +6,7 @@ key-value store that they meet at, as torchrun does. `Engines` is the other end,
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -25,6 +26,8 @@ from deadlines import patience
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 60.0
+#: What an example imports beside torch, which takes seconds of a core.
+NEEDED = {"pipeline_deepspeed": "deepspeed", "zero_deepspeed": "deepspeed", "tensor_megatron": "megatron.core"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Engines:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
 
     def run(self, example: str, ranks: int, directory: Path, *arguments: str, lives: int = 1) -> list[Rank]:
@@ -79,6 +82,9 @@ def serve() -> None:
 
     for line in sys.stdin:
         job = json.loads(line)
+        if (needed := NEEDED.get(job["example"])) is not None:
+            with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs; standard output is for answers
+                importlib.import_module(needed)  # once for all ranks and lives
         for life in range(job["lives"]):
             keeper, port = fork_keeper()
             children = []
@@ -147,7 +153,6 @@ def be_rank(rank: int, port: int, life: int, job: dict[str, Any]) -> int:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(life),
-        "CUDA_VISIBLE_DEVICES": "",
     }
     signal.alarm(int(2 * LIMIT_S))  # a rank does not outlive its worker for long, whatever happens
     faulthandler.dump_traceback_later(LIMIT_S - 5, file=2)

@@ -1,11 +1,12 @@
 """A pytest plugin that tells the processor time of each test, and of threads that a test has left running.
 
-    PYTHONPATH=tests/support .venv/bin/pytest -n 3 -p processor_time
+    PYTHONDONTWRITEBYTECODE= PYTHONPATH=tests/support .venv/bin/pytest -n 3 -p processor_time
 
 Wall time says little on a busy machine. A line of build/processor-time/WORKER.jsonl is a test: the seconds of a core
 that the pytest process took (`own_s`) and its processes (`children_s`, with those that still run), and `wall_s`;
-`threads` names threads other than the main one that took more than 0.2 s meanwhile. `python processor_time.py` sums
-up by file. A second run adds to the first: remove the folder before.
+`threads` names threads other than the main one that took more than 0.2 s meanwhile. The line `imports and collection`
+is what a worker took before its first test. `python processor_time.py` sums up by folder, file and test. A second run
+adds to the first: remove the folder before. Without bytecode (PYTHONDONTWRITEBYTECODE) imports cost twice as much.
 """
 
 from __future__ import annotations
@@ -62,35 +63,48 @@ def threads_s() -> dict[str, float]:
     return found
 
 
+def _write(line: dict[str, object]) -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / f"{os.environ.get('PYTEST_XDIST_WORKER', 'main')}.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    used_s = round(time.process_time(), 3)
+    _write({"id": "imports and collection", "own_s": used_s, "children_s": round(children_s(), 3)})
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    FOLDER.mkdir(parents=True, exist_ok=True)
     own, children, threads, wall = time.process_time(), children_s(), threads_s(), time.monotonic()
     try:
         return (yield)
     finally:
         busy = {name: round(used - threads.get(name, 0), 2) for name, used in threads_s().items()}
-        line = {
+        line: dict[str, object] = {
             "id": item.nodeid,
             "own_s": round(time.process_time() - own, 3),
             "children_s": round(children_s() - children, 3),
             "wall_s": round(time.monotonic() - wall, 3),
             "threads": {name: used for name, used in busy.items() if used > 0.2},
         }
-        with (FOLDER / f"{os.environ.get('PYTEST_XDIST_WORKER', 'main')}.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        _write(line)
 
 
 def main() -> None:
-    """Prints the files, and then the tests, that took the most."""
+    """Prints the folders, the files and the tests that took the most."""
+    by_folder: collections.Counter[str] = collections.Counter()
     by_file: collections.Counter[str] = collections.Counter()
     by_test: collections.Counter[str] = collections.Counter()
     for path in FOLDER.glob("*.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):
             used = line["own_s"] + line["children_s"]
-            by_file[line["id"].partition("::")[0]] += used
+            file = line["id"].partition("::")[0]
+            by_folder[file.rpartition("/")[0] or file] += used
+            by_file[file] += used
             by_test[line["id"]] += used
-    for table in (by_file, by_test):
+    for table in (by_folder, by_file, by_test):
         print(f"\n{sum(table.values()):8.1f} s in all")
         for name, used in table.most_common(40):
             print(f"{used:8.1f} s {name}")
