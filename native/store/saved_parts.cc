@@ -1,6 +1,5 @@
 // Parts of rows, for journals and checkpoints: what has changed, copies of it, and new stores made of them.
 
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>

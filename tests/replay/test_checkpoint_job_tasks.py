@@ -15,6 +15,7 @@ import geartrain as gt
 from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.checkpoint import load_checkpoint, save_checkpoint
 from geartrain.store.saved_parts import PART
+from geartrain.tools.testing import run_ranks
 
 PART_NAMES = [name for name in PART.names or () if name != "span"]
 
@@ -151,3 +152,48 @@ def rows_of(store: gt.Store) -> list[Any]:
         kept = [part[name] for name in ("version", "step", "place", "state", "lengths")]
         rows.setdefault(row, []).append((task, kept, content))
     return [sorted(parts) for parts in rows.values()]
+
+
+def test_a_batch_that_two_ranks_had_drawn_is_drawn_again_by_one(names: Any, tmp_path: Path) -> None:
+    stores = [make_store(names(), first, rows=12) for first in (0, 100)]
+    for store in stores:
+        answer(store, 12)
+
+    def train(ranks: Any) -> tuple[list[int], list[int]]:
+        store = stores[ranks.rank]
+        with make_replay(store, group=ranks, prefetch=0) as replay:
+            first = replay.sample()["x"].tolist()
+            state = replay.state_dict()
+            second = replay.sample()["x"].tolist()
+            save_checkpoint(store, tmp_path, ranks, state=state)
+        return first, second
+
+    drawn = run_ranks(2, train)
+    store, state, _ = load_checkpoint(tmp_path, names(), reshard=True, shard=(0, 1))
+    assert len(store) + store.stats()["kept"] == 24 - 4  # what was trained is gone
+    with make_replay(store) as replay:
+        replay.load_state_dict(state)
+        assert sorted(replay.sample()["x"].tolist()) == sorted(x for _, second in drawn for x in second)
+    for each in [*stores, store]:
+        each.unlink()
+        each.close()
+
+
+def test_ranks_free_the_rows_of_a_step_that_is_complete(names: Any, tmp_path: Path) -> None:
+    stores = [make_store(names(), first, rows=12) for first in (0, 100)]
+    for store in stores:
+        answer(store, 12)
+
+    def train(ranks: Any) -> int:
+        store = stores[ranks.rank]
+        with make_replay(store, group=ranks, prefetch=0) as replay:
+            replay.sample()
+            save_checkpoint(store, tmp_path, ranks, replay=replay)
+            replay.sample()
+            replay.settle()
+            return store.native.saved_before()
+
+    assert run_ranks(2, train) == [1, 1]
+    for each in stores:
+        each.unlink()
+        each.close()

@@ -18,9 +18,9 @@ TASKS = {
 INSERTED = {"number": gt.Field((), "int64"), "prompt": gt.Field(("prompt",), "int32"), "text": gt.Text()}
 
 
-def make_store(**options: Any) -> gt.Store:
+def make_store(*, name: Any = None, **options: Any) -> gt.Store:
     return gt.Store.create(
-        INSERTED, tasks=TASKS, **{"capacity": 8, "span_bytes": 1 << 16, "max_times_sampled": 1, **options}
+        name, INSERTED, tasks=TASKS, **{"capacity": 8, "span_bytes": 1 << 16, "max_times_sampled": 1, **options}
     )
 
 

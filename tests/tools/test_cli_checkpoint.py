@@ -18,6 +18,7 @@ import preloaded
 import pytest
 from deadlines import patience, until
 from mounts import file_system
+from tasked_stores import answer, everything, in_all_states
 
 import geartrain as gt
 from geartrain.errors import CheckpointError
@@ -196,3 +197,15 @@ def test_inspect_tells_how_many_rows_of_a_store_with_tasks_are_in_which_state() 
     found = CliRunner().invoke(app, ["inspect", str(golden)])
     assert "1 finished, 3 under way, 2 kept by batches" in " ".join(found.output.split())
     assert "task reward" in found.output
+
+
+def test_a_store_with_tasks_is_saved_beside_its_job(names: Any, tmp_path: Path) -> None:
+    name = names()
+    with in_all_states(name=name) as store:
+        assert CliRunner().invoke(app, ["checkpoint", name, str(tmp_path / "all")]).exit_code == 0
+        answer(store, 1)
+        assert CliRunner().invoke(app, ["checkpoint", name, str(tmp_path / "all")]).exit_code == 0
+        with gt.Store.load(tmp_path / "all" / LATEST) as loaded:
+            assert everything(loaded)["parts"] == everything(store)["parts"]
+        assert store.audit() == []
+    assert not store.path.exists(), "it was joined for the time of the saves alone"

@@ -45,10 +45,10 @@ def checkpoint(
 ) -> None:
     """Save a store beside the job that uses it, once or --every 10m; only what is new is written.
 
-    It does not join the store: it holds up nobody, and no end of it, of the job or of the machine leaves half a
-    checkpoint. With --every it goes on when the job ends and waits for the store to come back, until Ctrl-C or SIGTERM;
-    what fails is one line on stderr, and is tried again at the next time. A store in which nothing happened is not
-    saved.
+    It does not join the store, but for the time of a save if rows have axes, strings or tasks: it holds up nobody, and
+    no end of it, of the job or of the machine leaves half a checkpoint. With --every it goes on when the job ends and
+    waits for the store to come back, until Ctrl-C or SIGTERM; what fails is one line on stderr, and is tried again at
+    the next time. A store in which nothing happened is not saved.
 
     Example: geartrain checkpoint pendulum /data/pendulum --every 10m --keep 5
     """
@@ -106,8 +106,18 @@ def _hidden_end(error: BaseException | None) -> BaseException | None:
 def _save(name: str, path: Path, keep: int, trust: Trust, seen: object) -> tuple[object, Saved | None]:
     """Saves unless the store is as it was; what to compare it with the next time, and the figures of the save."""
     with Store.open(name, mode="r", adopt=True, trust=trust) as store:
-        state = (store.id, store.native.next_sequence(), store.native.counters())
-        return state, None if state == seen else save_next(store, path, keep)
+        tasks = None if store.plan is None else store.native.task_state()
+        state = (store.id, store.native.next_sequence(), store.native.counters(), tasks)
+        if state == seen:
+            return state, None
+        if store.plan is None:
+            return state, save_next(store, path, keep)
+    # Rows under way are looked at with the lock, which a process of the store alone can take.
+    joined = Store.open(name, adopt=True, trust=trust)
+    try:
+        return state, save_next(joined, path, keep)
+    finally:
+        joined.close(keep=True)  # what a job that was killed meanwhile has left is adopted by its next run
 
 
 def _show(saved: Saved) -> None:
