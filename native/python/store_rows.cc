@@ -396,6 +396,8 @@ void bind_store_rows(nb::class_<Store>& store) {
            [](Store& s, uint32_t error) { return entered(s, [&] { return s.journal_failed(error); }); })
       .def("request_journal_priorities",
            [](Store& s) { return entered(s, [&] { return s.request_journal_priorities(); }); })
+      .def("settle_journal", [](Store& s, const std::string& what,
+                                bool durable) { released(s, [&] { s.settle_journal(what.c_str(), durable); }); })
       .def("sync_journal",
            [](Store& s, double timeout_s) { return released(s, [&] { return s.sync_journal(timeout_s); }); });
 }

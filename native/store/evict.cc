@@ -38,7 +38,7 @@ uint64_t Store::remove(std::span<const uint32_t> rows, std::span<const uint32_t>
     count(control().counters.deleted, rows.size() - stale);
     count(control().counters.stale_keys, stale);
   }
-  if (has_journal()) settle_journal("removed");
+  settle_journal("removed");
   return stale;
 }
 

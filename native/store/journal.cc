@@ -170,9 +170,11 @@ bool Store::is_settled(uint32_t* error) {
   return journal_control().sync_ns.load() != 0 || sync_journal(lock_timeout_s_, error);
 }
 
-void Store::settle_journal(const char* what) {
+void Store::settle_journal(const char* what, bool durable) {
+  if (!has_journal()) return;
   uint32_t error = 0;
-  if (!is_settled(&error)) refuse_journal(error, message_of({"rows were ", what, ", but "}), "");
+  const bool settled = durable ? sync_journal(lock_timeout_s_, &error) : is_settled(&error);
+  if (!settled) refuse_journal(error, message_of({"rows were ", what, ", but "}), "");
 }
 
 void Store::refuse_journal(uint32_t error, const std::string& before, const char* after) const {

@@ -293,6 +293,9 @@ class Store final : public OpenStore {
   // Has all that was committed or removed until now written; false where it is not on the disk in time, with the
   // disk's error, or 0.
   bool sync_journal(double timeout_s, uint32_t* error = nullptr);
+  // After rows were put, inserted, removed or written: with a bound of 0, or where it is to be durable, that is on the
+  // disk. Nothing in a store without a journal. Throws lock_timeout and no_space, with what has been done to rows.
+  void settle_journal(const char* what, bool durable = false);
 
   // --- the rate limiter (rate_limiter.h), of a store that is open and may be written ------------------------------
 
@@ -528,7 +531,6 @@ class Store final : public OpenStore {
   void take_back(const RowChanges& changes, std::span<const uint32_t> sealed);
   void admit_to_journal() const;
   bool is_settled(uint32_t* error);
-  void settle_journal(const char* what);
   [[noreturn]] void refuse_journal(uint32_t error, const std::string& before, const char* after) const;
   void make_room_at_the_cap(Sums& sums);
   uint64_t removable_count() const { return committed_count() - control().open_count; }

@@ -299,6 +299,7 @@ bool Tasks::begin_insert(std::span<TaskRow> rows) {
   }
   if (rows.empty()) return true;
   check_in_flight(rows.size());
+  if (store_.has_journal()) store_.admit_to_journal();
   Store::Guard guard(store_);
   Control& c = store_.control();
   store_.release_abandoned_locked();
@@ -606,10 +607,12 @@ void Tasks::say_version(uint32_t task, std::span<const ClaimedRow> rows, int64_t
 }
 
 size_t Tasks::drop(uint32_t task, std::span<const ClaimedRow> rows) {
-  return for_claimed(task, rows, "dropped", [&](uint32_t row, Woken& woken) {
+  const size_t lost = for_claimed(task, rows, "dropped", [&](uint32_t row, Woken& woken) {
     drop_row(row, woken);
     table_->dropped.fetch_add(1, kRelaxed);
   });
+  store_.settle_journal("removed");
+  return lost;
 }
 
 bool Tasks::drop_locked(uint32_t row, uint32_t generation) {
@@ -706,6 +709,8 @@ size_t Tasks::begin(Write write, uint32_t task, std::span<TaskRow> rows, uint8_t
   if (write == Write::rewrite && (record(task).flags & kRewritable) == 0) {
     fail(ErrorKind::schema, "the task '", record(task).name, "' is not rewritable");
   }
+  // Before any room is taken, which others may wait for. What is only appended is not journaled.
+  if (write != Write::append && store_.has_journal()) store_.admit_to_journal();
   size_t begun = 0;
   while (begun < rows.size()) {
     Woken woken(*this);
@@ -801,6 +806,7 @@ void Tasks::finish(Write write, uint32_t task, std::span<TaskRow> rows) {
       }
     }
   }
+  if (write != Write::append) store_.settle_journal("put");
 }
 
 // A span is filled, and is its writer's no more.
@@ -1026,8 +1032,11 @@ uint64_t Tasks::free_taken(uint64_t step) {
       geartrain::count(store_.control().counters.exhausted);
     }
   });
-  Store::Guard guard(store_);
-  table_->saved_before.store(step + 1, kRelaxed);
+  {
+    Store::Guard guard(store_);
+    table_->saved_before.store(step + 1, kRelaxed);
+  }
+  store_.settle_journal("removed");
   return freed;
 }
 

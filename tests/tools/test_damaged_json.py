@@ -131,10 +131,19 @@ def test_a_note_of_any_content_adopts_nothing(store_name: Any, tmp_path: Path) -
                 load_checkpoint(tmp_path, name, adopt=True)
 
 
-def test_a_journals_manifest_of_any_content_is_an_error_or_a_journal(store_name: Any, tmp_path: Path) -> None:
-    fields = {"x": gt.Field((2,), "float32")}
-    with gt.Store.create(store_name(), fields, max_length=3, capacity=8, journal=tmp_path / "j") as store:
-        store.insert({"x": np.ones((4, 3, 2), "float32")})
+@pytest.mark.parametrize("kind", ["rows", "parts"])
+def test_a_journals_manifest_of_any_content_is_an_error_or_a_journal(
+    store_name: Any, tmp_path: Path, kind: str
+) -> None:
+    if kind == "rows":
+        fields = {"x": gt.Field((2,), "float32")}
+        with gt.Store.create(store_name(), fields, max_length=3, capacity=8, journal=tmp_path / "j") as store:
+            store.insert({"x": np.ones((4, 3, 2), "float32")})
+    else:
+        tasks = {"work": gt.Task({"y": gt.Field(("n",), "int8")}, keep_partial=True), "train": gt.Task(after="work")}
+        given: Any = {"capacity": 8, "span_bytes": 1 << 14, "tasks": tasks, "journal": tmp_path / "j"}
+        with gt.Store.create(store_name(), {"x": gt.Text(), "z": gt.Field((2,), "int8")}, **given) as store:
+            store.insert({"x": ["a", "b"], "z": np.ones((2, 2), "int8")})
     manifest = tmp_path / "j" / "journal.json"
     content = dict(read_result(manifest))
     del content["checksum"]

@@ -66,6 +66,16 @@ def version_of(version: Version) -> int | None:
     return None if said is None else whole_number("version", said, 2**63 - 1)
 
 
+def check_durable(native: _native.Store, durable: bool) -> bool:
+    """The flag `durable=`. Raises `ArgumentError` if a store without a journal is to be written durably."""
+    durable = check_flag("durable", durable)
+    if durable and native.journal_state() is None:
+        raise ArgumentError(
+            "durable=True waits for the store's journal, and it has none: pass journal= to Store.create"
+        )
+    return durable
+
+
 def timed_out(native: _native.Store, what: str) -> WaitTimeoutError:
     """The error of a wait for room: what did not happen, and what fills the store."""
     return WaitTimeoutError(
@@ -247,6 +257,7 @@ class ClaimedRow:
         /,
         *,
         timeout_s: float = INSERT_TIMEOUT_S,
+        durable: bool = False,
         **values: Any,
     ) -> None:
         """Writes the fields of the task: it is done for this row.
@@ -256,6 +267,7 @@ class ClaimedRow:
         Args:
             fields: values by field, for names that are no keywords.
             timeout_s: longest wait for room, in seconds.
+            durable: return once the row is on the disk of the store's journal, as in `Claim.put`.
             values: values by field: one array (m, ...) for a field with an axis, (...) without, and strings.
 
         Raises:
@@ -264,8 +276,10 @@ class ClaimedRow:
             FieldError: a field of the task is missing, or it has no such field.
             WaitTimeoutError: no room within `timeout_s`. The row stays claimed.
             NoSpaceError: there is no room, and nothing is left that could give any back.
+            ArgumentError: `durable` without a journal. Nothing is written.
+            LockTimeoutError, NoSpaceError: of a journal, as in `Claim.put`.
         """
-        self._claim._put_one(self._index, {**(fields or {}), **values}, timeout_s)
+        self._claim._put_one(self._index, {**(fields or {}), **values}, timeout_s, durable)
 
     def drop(self) -> bool:
         """Removes the row from the store; no task sees it any more. Returns False if it was gone already."""
@@ -435,6 +449,7 @@ class Claim(PackedFields):
         /,
         *,
         timeout_s: float = INSERT_TIMEOUT_S,
+        durable: bool = False,
         **values: Any,
     ) -> Keys:
         """Writes the fields of the task for all rows of the claim: it is done for them.
@@ -445,6 +460,8 @@ class Claim(PackedFields):
         Args:
             fields: values by field, for names that are no keywords.
             timeout_s: longest wait for room, in seconds.
+            durable: return once the rows are on the disk of the store's journal. It waits as long as the store's
+                `timeout_s` for the disk.
             values: values by field, of all rows one behind the other in the claim's order: (total, ...) for a field
                 with an axis, (n, ...) without, lists of strings. A list with one array for each row is taken as well,
                 and needed where the task itself sets the length of the axis.
@@ -458,8 +475,13 @@ class Claim(PackedFields):
             WaitTimeoutError: no room within `timeout_s`. Rows that were not written stay claimed.
             NoSpaceError: there is no room, and nothing is left that could give any back.
             StaleClaimError: the process that claimed the rows is this one's parent.
+            ArgumentError: `durable` in a store without a journal. Nothing is written.
+            LockTimeoutError: the journal's disk is behind. With `durable` the rows were put; they are on the disk
+                later.
+            NoSpaceError: the journal's disk is full; as for `LockTimeoutError`.
         """
         self._check_process()
+        durable = check_durable(self._native, durable)
         given = {**(fields or {}), **values}
         if not len(self):
             return self.keys
@@ -482,6 +504,8 @@ class Claim(PackedFields):
             )
             skipped = self._write(PUT, slice(None), sources, lengths, timeout_s)
         self._ended = True
+        if durable:
+            self._native.settle_journal("put", True)
         return self.keys[skipped]
 
     def drop(self) -> int:
@@ -584,18 +608,21 @@ class Claim(PackedFields):
             raise timed_out(self._native, f"1 row found no room within {timeout_s:g} s")
         return wrote is not None
 
-    def _put_one(self, i: int, given: dict[str, Any], timeout_s: float) -> None:
+    def _put_one(self, i: int, given: dict[str, Any], timeout_s: float, durable: bool) -> None:
         self._check_process()
-        if self._wrote(i, given, timeout_s):
-            return
-        if self._leaves_appended(given):
-            skipped = self._put_appended(i, given, timeout_s)
-        else:
-            check_names(f"put of {self.task!r}", given, self._plan.fields_of(self._number))
-            sources, lengths = self._one(i, given)
-            skipped = bool(self._write(PUT, slice(i, i + 1), sources, lengths, timeout_s)[0])
-        if skipped:
-            raise self._stale(i)
+        if durable is not False:
+            durable = check_durable(self._native, durable)
+        if not self._wrote(i, given, timeout_s):
+            if self._leaves_appended(given):
+                skipped = self._put_appended(i, given, timeout_s)
+            else:
+                check_names(f"put of {self.task!r}", given, self._plan.fields_of(self._number))
+                sources, lengths = self._one(i, given)
+                skipped = bool(self._write(PUT, slice(i, i + 1), sources, lengths, timeout_s)[0])
+            if skipped:
+                raise self._stale(i)
+        if durable:
+            self._native.settle_journal("put", True)
 
     def _one(self, i: int, given: Mapping[str, Any]) -> tuple[list[Source], NDArray[np.uint32]]:
         """Sources and lengths of one row, whose values are not in lists of rows."""
@@ -777,6 +804,7 @@ __all__ = [
     "ClaimedRow",
     "Partial",
     "Version",
+    "check_durable",
     "check_version",
     "timed_out",
     "version_of",

@@ -31,12 +31,14 @@ from geartrain.core.arguments import check_path
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import naming_errors
 from geartrain.core.threads import DaemonThread, ReentrantEvent
-from geartrain.errors import GeartrainError, JournalError, StoreClosedError
+from geartrain.errors import GeartrainError, JournalError, SchemaError, StoreClosedError
+from geartrain.store.checkpoint_format import CURRENT_NAMES, renamed
 from geartrain.store.checkpoint_reader import Checkpoint, restore
 from geartrain.store.journal_directory import Disk, JournalContents, JournalDirectory, is_journal, make_journal
 from geartrain.store.journal_format import Frame, block_shapes
-from geartrain.store.journal_writer import JournalWriter
-from geartrain.store.segment import JournalFull
+from geartrain.store.journal_writer import JournalWriter, PartsWriter
+from geartrain.store.saved_parts import FREE, ROW, as_bytes
+from geartrain.store.segment import JournalFull, stored_plan
 
 CHECK_S = 0.25
 #: How often priorities and counts of samples that have changed are written.
@@ -287,7 +289,7 @@ class Journal:
             contents = directory.contents(verify=False, repair=True)
             if contents.store != self._store_id:
                 raise JournalError(f"{self.path} now belongs to another store")
-            self._writer = JournalWriter(self._native, self._fields, self._max_length, directory, contents)
+            self._writer = _writer_of(self._native, self._fields, self._max_length, directory, contents)
         except BaseException:
             directory.unlock()
             raise
@@ -331,7 +333,7 @@ class JournalOptions:
             )
         with naming_errors("cannot write the journal", self.path, JournalError):
             origin = None if checkpoint is None else checkpoint.id
-            directory = make_journal(self.path, fields, max_length, options, self._disk, origin)
+            directory = make_journal(self.path, fields, max_length, options, self._disk, origin, stored_plan(native))
             if not directory.lock():
                 raise JournalError(
                     f"the journal {self.path} is in use by another store: join that one with Store.open, or close "
@@ -382,14 +384,14 @@ class JournalOptions:
         if begun:
             contents = fill(native, directory, repair=True)
             _check_unused(directory, contents)
-            writer = JournalWriter(native, fields, max_length, directory, contents)
+            writer = _writer_of(native, fields, max_length, directory, contents)
             writer.note_step_priorities()
             return writer
         assert checkpoint is not None
         assert checkpoint.id is not None
         directory.clear()
         checkpoint.fill(native, progress=progress)
-        writer = JournalWriter(native, fields, max_length, directory, directory.contents())
+        writer = _writer_of(native, fields, max_length, directory, directory.contents())
         try:
             until_s = time.monotonic() + native.timeout_s
             while not writer.run_pass(0):
@@ -401,6 +403,18 @@ class JournalOptions:
             writer.close()
             raise
         return writer
+
+
+def _writer_of(
+    native: _native.Store,
+    fields: dict[str, Field],
+    max_length: int,
+    directory: JournalDirectory,
+    contents: JournalContents,
+) -> JournalWriter:
+    """The writer of a store's kind. Raises `OSError`."""
+    kind = JournalWriter if directory.plan is None else PartsWriter
+    return kind(native, fields, max_length, directory, contents)
 
 
 def join(native: _native.Store, fields: dict[str, Field], max_length: int) -> Journal | None:
@@ -424,9 +438,11 @@ def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) ->
     Raises:
         JournalError: damage; names the file and the place.
     """
-    columns = [native.column(number) for number in range(len(directory.fields))]
     if not directory.numbers():
         return directory.contents(repair=repair)
+    if directory.plan is not None:
+        return _fill_parts(native, directory, repair=repair)
+    columns = [native.column(number) for number in range(len(directory.fields))]
     native.allocate(directory.capacity)
     steps = np.zeros((directory.capacity, directory.max_length), np.uint32) if directory.per_step else None
 
@@ -473,6 +489,35 @@ def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) ->
     restore(native, np.concatenate([committed, free]), contents.next_sequence, of_steps)
     native.restore_max_priority(contents.max_priority)
     native.set_counters({"inserted": len(committed)})
+    return contents
+
+
+def _fill_parts(native: _native.Store, directory: JournalDirectory, *, repair: bool) -> JournalContents:
+    """As `fill`, of a store with axes, strings or tasks. What was claimed is due again."""
+    contents = directory.contents(repair=repair)
+    living = contents.records["generation"] != 0
+    rows = contents.records[living]
+    rows = rows[np.argsort(rows["sequence"], kind="stable")]
+    if len(rows):
+        contents.next_sequence = max(contents.next_sequence, int(rows["sequence"][-1]) + 1)
+    known = np.flatnonzero(~living & (contents.highest != 0))
+    free = np.zeros(len(known), ROW)
+    free["row"], free["state"] = known, FREE
+    free["generation"] = (contents.highest[known] + 1) & ~np.uint32(1)  # one on from a key that was recorded
+    try:
+        native.begin_load()
+        for parts, data, offsets in directory.read_parts(contents):
+            native.load_parts(as_bytes(parts), data, offsets)
+        native.finish_load(as_bytes(np.concatenate([rows, free])), contents.next_sequence)
+    except SchemaError as error:
+        raise JournalError(f"{directory.path} is damaged: {error}") from None
+    counters: dict[str, int] = {}
+    if contents.state is not None:
+        native.restore_task_state(contents.state["tasks"])
+        counters = renamed(contents.state["counters"], CURRENT_NAMES)
+    native.restore_max_priority(contents.max_priority)
+    # Rows have consecutive numbers: whoever inserts rows continues behind the last one that is there.
+    native.set_counters({**counters, "inserted": contents.next_sequence - 1})
     return contents
 
 

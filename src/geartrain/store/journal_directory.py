@@ -25,6 +25,7 @@ from geartrain.core.arguments import shown
 from geartrain.core.json_values import entry, read_object
 from geartrain.core.schema import Field, fields_of_stored
 from geartrain.core.shared_files import listed, naming_errors
+from geartrain.core.tasks import RowPlan, plan_difference
 from geartrain.errors import JournalError
 from geartrain.store.checkpoint_format import (
     CURRENT_NAMES,
@@ -37,24 +38,35 @@ from geartrain.store.checkpoint_format import (
     stored_options,
     sync_directory,
 )
-from geartrain.store.checkpoint_manifest import check_stored_options, check_stored_schema
+from geartrain.store.checkpoint_manifest import (
+    check_stored_options,
+    check_stored_plan,
+    check_stored_schema,
+    check_task_state,
+    plan_of_manifest,
+)
 from geartrain.store.journal_format import (
     BEGIN,
     CHECKPOINT_VERSIONS,
     FORMAT,
     GONE,
     LARGEST,
+    PARTS,
     PRIORITIES,
     ROWS,
+    STATE,
     STEPS,
     VERSION,
     VERSION_MAX,
+    VERSION_PARTS,
     VERSION_STEPS,
     Frame,
     begin_of,
     frames,
+    state_of,
     synced_later,
 )
+from geartrain.store.saved_parts import DONE, NOT_DONE, PART, ROW, TAKEN_BY
 
 MANIFEST = "journal.json"
 LOCK = "journal.lock"
@@ -63,6 +75,8 @@ FILLING = "journal.filling"
 #: What a store must have to take a journal's rows into their places.
 _SAME = ("capacity", "priority_fraction_bits")
 _MOST_SEQUENCES = 2**63
+#: Bytes of parts that are read at once, unless one has more.
+_READ_BYTES = 32 << 20
 
 
 class Disk:
@@ -122,9 +136,12 @@ class JournalContents:
     """Contents of a journal: the combined result of all its frames.
 
     Attributes:
-        records: (capacity,) the newest ROW_RECORD of each row; `generation` is 0 if the row is free.
+        records: (capacity,) the newest ROW_RECORD of each row, with parts a ROW; `generation` is 0 if the row is free.
         highest: (capacity,) uint32, the highest recorded generation of each row.
-        segment_of: (capacity,) int64, the segment that holds each row.
+        segment_of: (capacity,) int64, the segment that holds each row; of parts (capacity, tasks + 1).
+        parts: (capacity, tasks + 1) the newest PART record of each task of a row; None in a store without parts.
+        places: where the bytes of each part begin in the file of its segment.
+        state: the last state of the tasks; None before the first.
         segments: the segment files, oldest first.
         next_number, next_sequence: number of the next frame, and sequence of the store's next row.
         store, store_path: the last journaled store, and its segment; None for an empty journal.
@@ -136,6 +153,9 @@ class JournalContents:
     records: NDArray[Any]
     highest: NDArray[np.uint32]
     segment_of: NDArray[np.int64]
+    parts: NDArray[Any] | None = None
+    places: NDArray[np.int64] | None = None
+    state: dict[str, Any] | None = None
     segments: list[Segment] = field(default_factory=list)
     next_number: int = 1
     next_sequence: int = 1
@@ -161,9 +181,15 @@ class JournalDirectory:
         self._lock_fd = -1
         manifest = _read_manifest(self.path)
         self.id = str(manifest["id"])
-        self.fields, self.max_length = fields_of_stored(
-            (entry["name"], entry["dtype"], entry["timed"], entry["shape"]) for entry in manifest["fields"]
-        )
+        #: Axes and tasks of the store; None if it has neither.
+        self.plan: RowPlan | None = None
+        if manifest["version"] == VERSION_PARTS:
+            self.plan = plan_of_manifest(manifest)
+            self.fields, self.max_length = dict(self.plan.fields), 1
+        else:
+            self.fields, self.max_length = fields_of_stored(
+                (entry["name"], entry["dtype"], entry["timed"], entry["shape"]) for entry in manifest["fields"]
+            )
         self.options: dict[str, Any] = renamed(manifest["options"], CURRENT_NAMES)
         self.capacity = int(self.options["capacity"])
         self.per_step = "priority_per" in self.options
@@ -171,6 +197,8 @@ class JournalDirectory:
         self.origin: str | None = manifest.get("origin")
         #: Later checkpoints, of stores that were journaled here, with which it was restored.
         self.later: list[str] = [str(each) for each in manifest.get("later", [])]
+        #: The fields as the manifest has them.
+        self.stored_fields: list[dict[str, Any]] = manifest["fields"]
         self._manifest = manifest
 
     # --- the lock -------------------------------------------------------------------------------------------
@@ -213,12 +241,19 @@ class JournalDirectory:
 
     # --- reading --------------------------------------------------------------------------------------------
 
-    def check_matches(self, fields: dict[str, Field], max_length: int, options: dict[str, Any]) -> None:
+    def check_matches(
+        self, fields: dict[str, Field], max_length: int, options: dict[str, Any], plan: RowPlan | None = None
+    ) -> None:
         """Raises `JournalError` where a store of these cannot take the journal's rows."""
         if fields != self.fields or max_length != self.max_length:
             raise JournalError(
                 f"{self.path} is the journal of a store of {self.fields} with max_length={self.max_length}, but "
                 f"{fields} with max_length={max_length} was given: use the same, or another directory"
+            )
+        if plan is not None and self.plan is not None and (difference := plan_difference(plan, self.plan)):
+            raise JournalError(
+                f"{self.path} is the journal of a store with other tasks: {difference}. Use the same, or another "
+                "directory"
             )
         for name, usual in (("priority_per", "row"), ("new_priority", "one")):
             if options[name] != (kept := self.options.get(name, usual)):
@@ -285,11 +320,14 @@ class JournalDirectory:
             JournalError: damage; names the file and the place.
         """
         try:
+            shape = (self.capacity,) if self.plan is None else (self.capacity, len(self.plan.tasks) + 1)
             found = JournalContents(
-                np.zeros(self.capacity, ROW_RECORD),
+                np.zeros(self.capacity, ROW_RECORD if self.plan is None else ROW),
                 np.zeros(self.capacity, np.uint32),
-                np.zeros(self.capacity, np.int64),
+                np.zeros(shape, np.int64),
             )
+            if self.plan is not None:
+                found.parts, found.places = np.zeros(shape, PART), np.zeros(shape, np.int64)
             found.records["row"] = np.arange(self.capacity)
         except MemoryError:
             raise JournalError(
@@ -334,6 +372,7 @@ class JournalDirectory:
                 self._apply(found, frame, path, number, on)
                 segment.nbytes = frame.offset + frame.nbytes
                 segment.rows += frame.count if frame.kind == ROWS else 0
+                segment.rows += int(np.count_nonzero(frame.parts()["state"])) if frame.kind == PARTS else 0
                 found.next_number = frame.number + 1
                 found.next_sequence = max(found.next_sequence, frame.next_sequence)
             if segment.nbytes < size:
@@ -371,6 +410,12 @@ class JournalDirectory:
                 raise JournalError(f"{path} is not segment {number} of this journal")
             found.store, found.store_path, found.origin = begin["store"], begin["path"], begin["origin"]
             found.max_priority = begin["max_priority"]
+            found.state = self._checked_state(begin["state"], path, frame) or found.state
+            return
+        if frame.kind in ((PARTS, STATE) if self.plan is None else (ROWS, STEPS)):
+            raise JournalError(f"{damaged}: a frame is of another kind of store")
+        if frame.kind == STATE:
+            found.state = self._checked_state(state_of(frame, path), path, frame)
             return
         records = frame.records()
         if frame.kind == LARGEST:
@@ -379,6 +424,9 @@ class JournalDirectory:
         rows = records["row"]
         if len(rows) and int(rows.max()) >= self.capacity:
             raise JournalError(f"{damaged}: it has a row that is outside of the store")
+        if frame.kind == PARTS:
+            self._apply_parts(found, frame, damaged, number)
+            return
         steps = max(frame.steps, int(records["length"].max(initial=0))) if frame.kind in (ROWS, STEPS) else 0
         if steps > self.max_length:
             raise JournalError(f"{damaged}: a row has more steps than max_length")
@@ -404,9 +452,116 @@ class JournalDirectory:
         rows, records = rows[known], records[known]
         if frame.kind == GONE:
             found.records["generation"][rows] = 0
+            if found.parts is not None:
+                found.parts[rows] = 0
+                found.segment_of[rows] = 0
         elif frame.kind == PRIORITIES:
             found.records["priority"][rows] = records["priority"]
             found.records["times_sampled"][rows] = records["times_sampled"]
+
+    def _checked_state(self, state: dict[str, Any] | None, path: Path, frame: Frame) -> dict[str, Any] | None:
+        try:
+            if state is not None:
+                check_task_state(state["tasks"], 0 if self.plan is None else len(self.plan.tasks))
+        except ValueError as error:
+            raise JournalError(f"{path} is damaged at byte {frame.offset}: {error}") from None
+        return state
+
+    def _apply_parts(self, found: JournalContents, frame: Frame, damaged: str, number: int) -> None:
+        """Takes over a frame of parts, once everything in it that is followed later is within its bounds."""
+        assert self.plan is not None
+        assert found.parts is not None
+        assert found.places is not None
+        rows, parts = frame.records(), frame.parts()
+        order = np.argsort(rows["row"], kind="stable")
+        at = order[np.minimum(np.searchsorted(rows["row"], parts["row"], sorter=order), len(rows) - 1)]
+        tasks = len(self.plan.tasks)
+        nbytes = parts["bytes"]
+        wrong = {
+            "a row is there twice": len(np.unique(rows["row"])) != len(rows),
+            "the sequence number of a row is out of range": int(rows["sequence"].max(initial=0)) >= _MOST_SEQUENCES,
+            "the generation of a row is none of a key": bool(np.any(rows["generation"] & 1 == 0)),
+            "a part is of a row that is not there": len(parts) > 0
+            and (
+                len(rows) == 0
+                or bool(np.any((rows["row"][at] != parts["row"]) | (rows["generation"][at] != parts["generation"])))
+            ),
+            "a part is of no task, or in no state": int(parts["task"].max(initial=0)) > tasks
+            or not np.isin(parts["state"], (NOT_DONE, DONE, TAKEN_BY)).all(),
+            "a part is there twice": len(np.unique(parts[["row", "task"]])) != len(parts),
+            "the change number of a part is out of range": int(parts["change"].max(initial=0)) >= _MOST_SEQUENCES,
+            "its parts have other lengths": int(nbytes.max(initial=0)) > frame.block_bytes
+            or int(nbytes.sum()) != frame.block_bytes
+            or bool(np.any(nbytes[parts["state"] != DONE])),
+        }
+        for what, is_so in wrong.items():
+            if is_so:
+                raise JournalError(f"{damaged}: {what}")
+        row = rows["row"]
+        others = row[found.records["generation"][row] != rows["generation"]]
+        found.parts[others] = 0
+        found.segment_of[others] = 0
+        found.records[row] = rows
+        found.highest[row] = np.maximum(found.highest[row], rows["generation"])
+        place = (parts["row"], parts["task"])
+        found.parts[place] = parts
+        found.places[place] = frame.blocks_at + np.cumsum(nbytes, dtype=np.int64) - nbytes.astype(np.int64)
+        done = parts["state"] != NOT_DONE
+        found.segment_of[place] = np.where(done, number, 0)
+        gone = (parts["row"][~done], parts["task"][~done])
+        found.parts[gone] = 0
+
+    def read_parts(
+        self, contents: JournalContents
+    ) -> Iterator[tuple[NDArray[Any], NDArray[np.uint8], NDArray[np.uint64]]]:
+        """The newest parts of all rows, some at a time: PART records (n,), their bytes, and offsets (n + 1,) in these.
+
+        Raises:
+            JournalError: a file cannot be read, or was cut meanwhile.
+        """
+        assert contents.parts is not None
+        assert contents.places is not None
+        for segment in contents.segments:
+            path = self.segment_path(segment.number)
+            here = np.nonzero(contents.segment_of == segment.number)
+            order = np.argsort(contents.places[here], kind="stable")
+            parts, places = contents.parts[here][order], contents.places[here][order]
+            ends = np.cumsum(parts["bytes"], dtype=np.int64)
+            with naming_errors("cannot read the journal's file", path, JournalError):
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    first = 0
+                    while first < len(parts):
+                        before = int(ends[first - 1]) if first else 0
+                        last = max(first + 1, int(np.searchsorted(ends, before + _READ_BYTES, side="right")))
+                        some = slice(first, last)
+                        offsets = np.concatenate([[0], ends[some] - before]).astype(np.uint64)
+                        data = np.empty(int(offsets[-1]), np.uint8)
+                        _read_pieces(fd, path, data, places[some], parts["bytes"][some].astype(np.int64))
+                        yield parts[some], data, offsets
+                        first = last
+                finally:
+                    os.close(fd)
+
+
+def _read_pieces(
+    fd: int, path: Path, data: NDArray[np.uint8], places: NDArray[np.int64], nbytes: NDArray[np.int64]
+) -> None:
+    """Reads pieces of a file one behind the other; those that touch in the file are read together."""
+    if not len(data):
+        return
+    places, nbytes = places[nbytes > 0], nbytes[nbytes > 0]
+    starts = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1] + nbytes[:-1]]))
+    to = 0
+    for begin, end in itertools.pairwise([*starts.tolist(), len(places)]):
+        size, at = int(nbytes[begin:end].sum()), int(places[begin])
+        memory = memoryview(data[to : to + size].data)
+        while memory.nbytes:
+            got = os.preadv(fd, [memory], at)
+            if got == 0:
+                raise JournalError(f"{path} was cut while it was read")
+            memory, at = memory[got:], at + got
+        to += size
 
 
 def make_journal(
@@ -416,6 +571,7 @@ def make_journal(
     options: dict[str, Any],
     disk: Disk | None = None,
     origin: str | None = None,
+    stored: dict[str, Any] | None = None,
 ) -> JournalDirectory:
     """The journal of a directory, which is made where there is none: to begin with the checkpoint `origin`, if any.
 
@@ -431,20 +587,21 @@ def make_journal(
                 "directory"
             )
         version = VERSION_STEPS if options["priority_per"] == "step" else VERSION
+        version = VERSION_MAX if options["new_priority"] == "max" else version
         put_json(
             path / MANIFEST,
             {
                 "format": FORMAT,
-                "version": VERSION_MAX if options["new_priority"] == "max" else version,
+                "version": version if stored is None else VERSION_PARTS,
                 "id": secrets.token_hex(16),
-                "fields": schema_of(fields, max_length),
+                **({"fields": schema_of(fields, max_length)} if stored is None else stored),
                 "options": stored_options(options),
                 **({} if origin is None else {"origin": origin}),
             },
             path / f".{MANIFEST}",
         )
     journal = JournalDirectory(path, disk)
-    journal.check_matches(fields, max_length, options)
+    journal.check_matches(fields, max_length, options, None if stored is None else plan_of_manifest(stored))
     return journal
 
 
@@ -469,16 +626,19 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         checksum = manifest.pop("checksum", None)
         if manifest.get("format") != FORMAT:
             raise JournalError(f"{path} is not the manifest of a geartrain journal")
-        if manifest.get("version") not in CHECKPOINT_VERSIONS:
+        version = manifest.get("version")
+        if version not in (*CHECKPOINT_VERSIONS,):
             raise JournalError(
-                f"{directory} has journal version {shown(manifest.get('version'))}, but this build reads versions "
-                f"{VERSION} to {VERSION_MAX}"
+                f"{directory} has journal version {shown(version)}, but this build reads versions {VERSION} to "
+                f"{VERSION_PARTS}"
             )
         if checksum != json_checksum(manifest):
             raise JournalError(f"{path} is damaged: its checksum does not match")
         entry(manifest, "id", str)
-        check_stored_schema(manifest)
-        check_stored_options(manifest, version=CHECKPOINT_VERSIONS[manifest["version"]])
+        fields = check_stored_schema(manifest)
+        check_stored_options(manifest, version=CHECKPOINT_VERSIONS[version])
+        if version == VERSION_PARTS:
+            check_stored_plan(manifest, len(fields))
         entry({"origin": "", **manifest}, "origin", str)
         if not all(isinstance(each, str) for each in entry({"later": [], **manifest}, "later", list)):
             raise ValueError("later has an entry that is no text")

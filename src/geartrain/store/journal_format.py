@@ -1,7 +1,7 @@
 """Journal format: frames of rows, removals and priorities in segment files, each with checksums.
 
 Stores without step priorities use version 1, stores with step priorities version 2. Stores with new_priority="max" use
-version 3 in either case. A journal is a directory with these files:
+version 3 in either case. Stores with axes, strings or tasks use version 4. A journal is a directory with these files:
 
     journal.json          schema, limits, and the journal's id; written once, with its checksum
     segment-00000001.bin  frames, one after the other, each at a multiple of 64 bytes; a new file about every 64 MB
@@ -19,10 +19,21 @@ A frame is a header of 64 bytes (HEADER), then a table. A frame of rows continue
                 priorities, u32 fixed point, of each row's `length` steps, one row after the other
     largest     version 3. Table: one LARGEST_RECORD, the largest priority ever given. It precedes any frame with a
                 priority that large. A begin frame has it as well ("max_priority")
+    parts       version 4, in place of rows. Table: `count` ROW records (saved_parts.py), then `steps` PART records of
+                these rows, each as of one instant. Then the bytes of the parts, one after the other
+    state       version 4. Table: JSON with the clock, the limits and the counters of tasks ("tasks"), and the store's
+                counters ("counters"). It follows the parts of its pass. A begin frame has the last one ("state")
 
 With step priorities, a frame of rows ends with them: u32 for each of the header's `steps`, row after row.
 
-The last frame about a row holds. Frames are numbered without a gap.
+The last frame about a row holds, of parts the last one about a row's task. A part that is not done removes the one
+before it, and parts of another generation remove all of the row's. All parts of a row that changed together are in one
+frame, so a cut never leaves a row with tasks that do not fit together. What was only appended is not there.
+
+Version 4 has rows in the order of their inserts. `next_sequence` of its frames says which inserts are whole: those with
+lower numbers are there, unless they were removed.
+
+Frames are numbered without a gap.
 
 A frame's `synced` is the number of the first frame that was not yet on disk when this frame was written. It separates
 power cuts from damage. An unreadable frame normally ends the journal, as after a power cut. If a later frame says that
@@ -48,6 +59,7 @@ from geartrain.core.json_values import entry, parse_json, whole_entry
 from geartrain.core.schema import Field
 from geartrain.errors import JournalError
 from geartrain.store.checkpoint_format import ROW_RECORD
+from geartrain.store.saved_parts import PART, ROW
 
 FORMAT = "geartrain-journal"
 VERSION = 1
@@ -55,19 +67,23 @@ VERSION = 1
 VERSION_STEPS = 2
 #: With new_priority="max", and priorities of either.
 VERSION_MAX = 3
+#: Of stores with axes, strings or tasks.
+VERSION_PARTS = 4
 #: The versions of checkpoints that have the same options.
-CHECKPOINT_VERSIONS = {VERSION: 2, VERSION_STEPS: 3, VERSION_MAX: 4}
+CHECKPOINT_VERSIONS = {VERSION: 2, VERSION_STEPS: 3, VERSION_MAX: 4, VERSION_PARTS: 5}
 MAGIC = int.from_bytes(b"GTJRNL\x01\n", "little")
 ALIGNMENT = 64
 
-BEGIN, ROWS, GONE, PRIORITIES, STEPS, LARGEST = 1, 2, 3, 4, 5, 6
+BEGIN, ROWS, GONE, PRIORITIES, STEPS, LARGEST, PARTS, STATE = 1, 2, 3, 4, 5, 6, 7, 8
+#: Kinds whose table is JSON.
+_JSON = (BEGIN, STATE)
 
 HEADER = np.dtype(
     [
         ("magic", "<u8"),
         ("kind", "<u4"),
         ("count", "<u4"),
-        ("steps", "<u4"),
+        ("steps", "<u4"),  # of a frame of parts how many there are
         ("header_crc", "<u4"),  # crc32 of the header with this 0
         ("number", "<u8"),
         ("synced", "<u8"),
@@ -87,6 +103,7 @@ _RECORD_OF = {
     PRIORITIES: PRIORITY_RECORD,
     STEPS: STEPS_RECORD,
     LARGEST: LARGEST_RECORD,
+    PARTS: ROW,
 }
 
 
@@ -98,6 +115,7 @@ class Frame:
         kind, count, steps, number, synced, next_sequence: as in HEADER.
         offset, nbytes: its place in the file, and its size with padding.
         table: the bytes of its table.
+        block_bytes: how many bytes come behind the table.
         blocks: the blocks of its rows, or the priorities of their steps; None if they were not read.
     """
 
@@ -110,11 +128,21 @@ class Frame:
     offset: int
     nbytes: int
     table: bytes
+    block_bytes: int
     blocks: memoryview | None
 
     def records(self) -> NDArray[Any]:
-        """The table's records."""
-        return np.frombuffer(self.table, _RECORD_OF[self.kind])
+        """The table's records, of a frame of parts those of the rows."""
+        return np.frombuffer(self.table, _RECORD_OF[self.kind], self.count)
+
+    def parts(self) -> NDArray[Any]:
+        """The records of the parts in a frame of parts."""
+        return np.frombuffer(self.table, PART, self.steps, self.count * ROW.itemsize)
+
+    @property
+    def blocks_at(self) -> int:
+        """Place in the file of what comes behind the table."""
+        return self.offset + HEADER.itemsize + len(self.table)
 
 
 def frame_parts(
@@ -159,7 +187,7 @@ def frames(fd: int, *, blocks: bool, verify: bool, first: int | None) -> Iterato
         if number is not None and int(header["number"]) != number:
             return
         kind, count, payload = int(header["kind"]), int(header["count"]), int(header["payload_bytes"])
-        table_bytes = payload if kind == BEGIN else count * _RECORD_OF[kind].itemsize
+        table_bytes = _table_bytes(header)
         start = offset + HEADER.itemsize
         table = os.pread(fd, table_bytes, start)
         if len(table) != table_bytes or zlib.crc32(table) != int(header["table_crc"]):
@@ -183,6 +211,7 @@ def frames(fd: int, *, blocks: bool, verify: bool, first: int | None) -> Iterato
             offset,
             nbytes,
             table,
+            payload - table_bytes,
             data if blocks else None,
         )
         offset += nbytes
@@ -216,9 +245,28 @@ def begin_of(frame: Frame, path: Path) -> dict[str, Any]:
             "path": check_text("path", content.get("path")),
             "origin": None if content.get("origin") is None else entry(content, "origin", str),
             "max_priority": whole_entry({"max_priority": 0, **content}, "max_priority", 0, 2**32 - 1),
+            "state": None if content.get("state") is None else _checked_state(content["state"]),
         }
     except ValueError:
         raise JournalError(f"{path} is damaged: it does not begin like a journal segment") from None
+
+
+def state_of(frame: Frame, path: Path) -> dict[str, Any]:
+    """Contents of a frame of state. Raises `JournalError` if they are not."""
+    try:
+        return _checked_state(parse_json(frame.table))
+    except ValueError as error:
+        raise JournalError(f"{path} is damaged at byte {frame.offset}: {error}") from None
+
+
+def _checked_state(content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError("the state of tasks is no object")
+    counters = entry(content, "counters", dict)
+    return {
+        "tasks": entry(content, "tasks", dict),
+        "counters": {name: whole_entry(counters, name, 0, 2**64 - 1) for name in counters},
+    }
 
 
 def block_shapes(fields: dict[str, Field], max_length: int, steps: int) -> list[tuple[int, ...]]:
@@ -241,12 +289,18 @@ def _header_at(fd: int, offset: int, size: int) -> Any:
     one = header[0]
     if int(one["magic"]) != MAGIC or zlib.crc32(header.tobytes()) != crc:
         return None
-    payload, kind, count = int(one["payload_bytes"]), int(one["kind"]), int(one["count"])
-    if kind not in (BEGIN, *_RECORD_OF) or offset + HEADER.itemsize + payload > size:
+    payload = int(one["payload_bytes"])
+    if int(one["kind"]) not in (*_JSON, *_RECORD_OF) or offset + HEADER.itemsize + payload > size:
         return None
-    if kind != BEGIN and count * _RECORD_OF[kind].itemsize > payload:
-        return None
-    return one
+    return one if _table_bytes(one) <= payload else None
+
+
+def _table_bytes(header: Any) -> int:
+    kind = int(header["kind"])
+    if kind in _JSON:
+        return int(header["payload_bytes"])
+    parts = int(header["steps"]) if kind == PARTS else 0
+    return int(int(header["count"]) * _RECORD_OF[kind].itemsize + parts * PART.itemsize)
 
 
 def _read_into(fd: int, memory: memoryview, offset: int) -> bool:
@@ -267,18 +321,22 @@ __all__ = [
     "GONE_RECORD",
     "LARGEST",
     "LARGEST_RECORD",
+    "PARTS",
     "PRIORITIES",
     "PRIORITY_RECORD",
     "ROWS",
+    "STATE",
     "STEPS",
     "STEPS_RECORD",
     "VERSION",
     "VERSION_MAX",
+    "VERSION_PARTS",
     "VERSION_STEPS",
     "Frame",
     "begin_of",
     "block_shapes",
     "frame_parts",
     "frames",
+    "state_of",
     "synced_later",
 ]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.schema import Field
-from geartrain.store.checkpoint_format import ROW_RECORD
+from geartrain.store.checkpoint_format import ROW_RECORD, STORED_NAMES, renamed
 from geartrain.store.journal_directory import JournalContents, JournalDirectory, Segment
 from geartrain.store.journal_format import (
     BEGIN,
@@ -31,13 +31,16 @@ from geartrain.store.journal_format import (
     GONE_RECORD,
     LARGEST,
     LARGEST_RECORD,
+    PARTS,
     PRIORITIES,
     PRIORITY_RECORD,
     ROWS,
+    STATE,
     STEPS,
     STEPS_RECORD,
     frame_parts,
 )
+from geartrain.store.saved_parts import COMMITTED, FREE, NOT_DONE, PART, ROW, WRITING, as_bytes, changed_parts
 
 SEGMENT_BYTES = 64 << 20
 FRAME_BYTES = 8 << 20
@@ -76,7 +79,7 @@ class JournalWriter:
         self._native = native
         self._directory = directory
         self._disk = directory.disk
-        self._segment_bytes = segment_bytes
+        self._segment_bytes, self._frame_bytes = segment_bytes, frame_bytes
         self._timed = any(not field.per_row for field in fields.values())
         self._numbers = list(range(len(fields)))
         about = native.describe()
@@ -101,13 +104,11 @@ class JournalWriter:
         self._steps = np.zeros(len(self._generations) if self._per_step else 0, np.uint64)  # sums; 0: not known
         self._segment_of = contents.segment_of
         self._segments = contents.segments
-        held = self._segment_of[self._generations != 0]
-        self._living = {segment.number: int(np.count_nonzero(held == segment.number)) for segment in self._segments}
 
         self._number = self._synced = contents.next_number
         self._sequence = contents.next_sequence
         self._next_sequence = contents.next_sequence
-        self._undo: list[tuple[NDArray[Any], ...]] = []
+        self._undo: list[tuple[NDArray[np.uint32], list[NDArray[Any]]]] = []
         self._fd = -1
         self._end = self._synced_end = 0
         self._broken = False
@@ -117,9 +118,38 @@ class JournalWriter:
         self._asked = -1  # how often priorities had been asked for at the last pass
         self._baseline: int | None = None  # rows committed before this writer, by the store's counters
         self._appended = self._appended_synced = self._missed = 0  # rows that are new
-        self._totals = [0, 0]  # rows and removals that are not flushed yet
-        self._began_at = (self._sequence, self._rewrites)
+        self._totals = [0, 0, 0]  # rows, removals and pieces that are not flushed yet
+        self._take_over(contents)
+        self._living = self._count_living()
+        self._began_at = self._position()
         self._begin_segment()
+
+    # --- what the journal holds -----------------------------------------------------------------------------
+
+    def _take_over(self, contents: JournalContents) -> None:
+        """Takes over what `contents` has besides rows."""
+
+    def _columns(self) -> list[NDArray[Any]]:
+        """What is noted of each row, for a pass that is taken back."""
+        held = [self._generations, self._times, self._segment_of, self._priorities, self._sampled]
+        return [*held, self._steps] if self._per_step else held
+
+    def _held(self) -> NDArray[np.bool_]:
+        """The pieces that are living, one of them a row: of the shape of `_segment_of`."""
+        return np.asarray(self._generations != 0)
+
+    def _position(self) -> tuple[Any, ...]:
+        """Where the next pass begins."""
+        return self._sequence, self._rewrites
+
+    def _go_back(self, position: tuple[Any, ...]) -> None:
+        self._sequence, self._rewrites = position
+        self._removals = -1
+
+    def _count_living(self) -> dict[int, int]:
+        """How many living pieces each segment has."""
+        held = self._segment_of[self._held()]
+        return {segment.number: int(np.count_nonzero(held == segment.number)) for segment in self._segments}
 
     # --- passes ---------------------------------------------------------------------------------------------
 
@@ -133,7 +163,7 @@ class JournalWriter:
             OSError: the disk's; nothing of the pass counts.
         """
         began_ns = time.monotonic_ns()
-        self._began_at = (self._sequence, self._rewrites)
+        self._began_at = self._position()
         state = self._native.journal_state()
         asked = -1 if state is None else state["priorities"]
         priorities |= asked != self._asked
@@ -208,8 +238,11 @@ class JournalWriter:
         table = np.zeros(len(rows), GONE_RECORD)
         table["row"], table["generation"] = rows, self._generations[rows]
         self._append(GONE, table)
-        self._note(rows, np.zeros(len(rows), np.uint32), self._times[rows], None)
+        self._note_gone(rows)
         self._totals[1] += len(rows)
+
+    def _note_gone(self, rows: NDArray[np.uint32]) -> None:
+        self._note(rows, np.zeros(len(rows), np.uint32), self._times[rows], None)
 
     def _append_rows(
         self,
@@ -270,6 +303,7 @@ class JournalWriter:
         self._priorities[rows[kept]], self._sampled[rows[kept]] = table["priority"], table["times_sampled"]
         self._appended += int(np.count_nonzero(new[kept]))
         self._totals[0] += len(kept)
+        self._totals[2] += len(kept)
         return left
 
     def note_step_priorities(self) -> None:
@@ -324,7 +358,7 @@ class JournalWriter:
         if not len(rows):
             return
         infos = self._native.infos(rows)
-        changed = infos["generation"] == self._generations[rows]
+        changed = (infos["generation"] == self._generations[rows]) & self._has_priority(infos)
         changed &= (infos["priority"] != self._priorities[rows]) | (infos["times_sampled"] != self._sampled[rows])
         rows = rows[changed]
         if not len(rows):
@@ -337,6 +371,10 @@ class JournalWriter:
         self._note_before(rows)
         self._priorities[rows], self._sampled[rows] = table["priority"], table["times_sampled"]
 
+    def _has_priority(self, infos: dict[str, NDArray[Any]]) -> NDArray[np.bool_]:
+        """Whether rows have the priority that is to be restored."""
+        return np.ones(len(infos["priority"]), bool)
+
     def _count_missed(self, committed: int) -> None:
         """Rows that were evicted before they were written: committed by the store's counters, and not appended."""
         assert self._baseline is not None
@@ -348,11 +386,15 @@ class JournalWriter:
     # --- frames and files -----------------------------------------------------------------------------------
 
     def _append(self, kind: int, table: NDArray[Any], arrays: Sequence[NDArray[Any]] = (), steps: int = 0) -> None:
+        self._before_frame()
+        self._write(kind, table.tobytes(), arrays, len(table), steps)
+
+    def _before_frame(self) -> None:
+        """Goes on in a new segment if this one is full. What is in the frame that follows was read before."""
         if self._end >= self._segment_bytes:
             self._sync()
             self._begin_segment()
-        self._append_largest()  # whatever is in the table was read before
-        self._write(kind, table.tobytes(), arrays, len(table), steps)
+        self._append_largest()
 
     def _append_largest(self) -> None:
         if (largest := self._native.max_priority) != self._largest:
@@ -381,7 +423,7 @@ class JournalWriter:
         number = self._segments[-1].number + 1 if self._segments else 1
         path = self._directory.segment_path(number)
         before = (self._fd, self._end, self._number)
-        begin = {"journal": self._directory.id, "segment": number, **self._store}
+        begin = {"journal": self._directory.id, "segment": number, **self._store, **self._begin_content()}
         largest = self._native.max_priority
         if self._takes_max:
             begin["max_priority"] = largest
@@ -402,6 +444,10 @@ class JournalWriter:
         self._living[number] = 0
         self._synced, self._synced_end, self._largest_synced = self._number, self._end, largest
 
+    def _begin_content(self) -> dict[str, Any]:
+        """What a segment begins with besides its number, and the store's."""
+        return {}
+
     def _note(
         self,
         rows: NDArray[np.uint32],
@@ -411,7 +457,7 @@ class JournalWriter:
     ) -> None:
         """Notes what the journal holds of rows now: in a segment, or nothing."""
         self._note_before(rows)
-        self._count_living(self._segment_of[rows[self._generations[rows] != 0]], -1)
+        self._count(self._segment_of[rows[self._generations[rows] != 0]], -1)
         self._generations[rows], self._times[rows] = generations, times
         if segment is not None:
             self._segment_of[rows] = segment.number
@@ -419,11 +465,10 @@ class JournalWriter:
             segment.rows += len(rows)
 
     def _note_before(self, rows: NDArray[np.uint32]) -> None:
-        before = (self._generations, self._times, self._segment_of, self._priorities, self._sampled)
-        steps = self._steps[rows] if self._per_step else self._steps
-        self._undo.append((rows, *(column[rows] for column in before), steps))
+        self._undo.append((rows, [column[rows] for column in self._columns()]))
 
-    def _count_living(self, segments: NDArray[np.int64], by: int) -> None:
+    def _count(self, segments: NDArray[np.int64], by: int) -> None:
+        """Counts pieces of segments as living, or as not living any more."""
         for number, count in zip(*np.unique(segments, return_counts=True), strict=True):
             self._living[int(number)] = self._living.get(int(number), 0) + by * int(count)
 
@@ -437,27 +482,22 @@ class JournalWriter:
         self._largest_synced = self._largest
         self._undo.clear()
         self._appended_synced = self._appended
-        rows, removals = self._totals
-        self._totals = [0, 0]
+        rows, removals, _ = self._totals
+        self._totals = [0, 0, 0]
         self._native.journal_count(rows, removals, written, 0)
 
     def _take_back(self) -> None:
         """After a failure: what is not on the disk for sure is not in the journal."""
-        for rows, generations, times, segments, priorities, sampled, steps in reversed(self._undo):
-            now = self._generations[rows]
-            self._count_living(self._segment_of[rows[now != 0]], -1)
-            self._count_living(segments[generations != 0], 1)
-            self._generations[rows], self._times[rows], self._segment_of[rows] = generations, times, segments
-            self._priorities[rows], self._sampled[rows] = priorities, sampled
-            if self._per_step:
-                self._steps[rows] = steps
-        self._segments[-1].rows -= self._totals[0]
+        for rows, before in reversed(self._undo):
+            for column, values in zip(self._columns(), before, strict=True):
+                column[rows] = values
+        self._living = self._count_living()
+        self._segments[-1].rows -= self._totals[2]
         self._appended = self._appended_synced
         self._largest = self._largest_synced
         self._undo.clear()
-        self._totals = [0, 0]
-        self._sequence, self._rewrites = self._began_at
-        self._removals = -1
+        self._totals = [0, 0, 0]
+        self._go_back(self._began_at)
         self._broken = True
 
     def _mend(self) -> None:
@@ -477,7 +517,8 @@ class JournalWriter:
             if not self._too_large():
                 return
             oldest = self._segments[0].number
-            self._again = np.flatnonzero((self._segment_of == oldest) & (self._generations != 0)).astype(np.uint32)
+            # Of rows that have several pieces, each row once.
+            self._again = np.unique(np.nonzero((self._segment_of == oldest) & self._held())[0]).astype(np.uint32)
             self._append_news(False)
             self._sync()
             self._remove_dead()
@@ -504,4 +545,209 @@ class JournalWriter:
             del self._living[gone.number]
 
 
-__all__ = ["FRAME_BYTES", "SEGMENT_BYTES", "JournalWriter"]
+# --- stores with axes, strings or tasks -----------------------------------------------------------------------------
+
+
+class PartsWriter(JournalWriter):
+    """Writes the journal of a store with axes, strings or tasks.
+
+    A part is what one task, or the insert, has for a row (saved_parts.py). The store numbers the changes of its parts.
+    A pass asks for those since the last pass and writes what the journal lacks: rows in the order of their inserts, all
+    parts of a row that changed together in one frame. A row that changes while it is copied is left out as a whole and
+    comes with the next look.
+
+    Nothing of a row is written before all rows that were inserted earlier are: after a power cut, whoever inserts rows
+    continues behind the last one that is there.
+    """
+
+    def _take_over(self, contents: JournalContents) -> None:
+        assert contents.parts is not None
+        # What the journal holds of each part: the number of its last change, 0 where it has nothing.
+        self._changes: NDArray[np.uint64] = contents.parts["change"].copy()
+        self._state = self._state_synced = contents.state
+        self._since = 0
+        self._whole_synced = self._baseline = contents.next_sequence
+
+    def _columns(self) -> list[NDArray[Any]]:
+        return [*super()._columns(), self._changes]
+
+    def _held(self) -> NDArray[np.bool_]:
+        return np.asarray(self._changes != 0)
+
+    def _position(self) -> tuple[Any, ...]:
+        return (self._since,)
+
+    def _go_back(self, position: tuple[Any, ...]) -> None:
+        (self._since,) = position
+        self._state, self._next_sequence = self._state_synced, self._whole_synced
+
+    def _has_priority(self, infos: dict[str, NDArray[Any]]) -> NDArray[np.bool_]:
+        # Rows that a batch has taken, or reads for the last time, have none.
+        return np.asarray(infos["state"] == COMMITTED)
+
+    def _begin_content(self) -> dict[str, Any]:
+        return {} if self._state is None else {"state": self._state}
+
+    def _sync(self) -> None:
+        super()._sync()
+        self._state_synced, self._whole_synced = self._state, self._next_sequence
+
+    # --- passes ---------------------------------------------------------------------------------------------
+
+    def _append_news(self, priorities: bool) -> int:
+        # Read first: a state that is on the disk speaks of rows that are.
+        counters = {name: count for name, count in self._native.counters().items() if name in _native.COUNTERS}
+        state = {"tasks": self._native.task_state(), "counters": renamed(counters, STORED_NAMES)}
+        whole = self._native.next_sequence()
+        left = self._append_changed(whole)
+        if left == 0:
+            self._next_sequence = max(self._next_sequence, whole)
+            if state != self._state:
+                self._before_frame()
+                self._write(STATE, json.dumps(state).encode())
+                self._state = state
+            self._count_missed(whole)
+        if priorities:
+            self._append_priorities()
+            self._append_largest()
+        return left
+
+    def _append_changed(self, whole: int) -> int:
+        """Appends what has changed of rows that were inserted before the sequence `whole`.
+
+        Returns:
+            How many rows could not be copied and must be looked at again.
+        """
+        again, self._again = self._again, np.zeros(0, np.uint32)
+        since = 0 if len(again) else self._since
+        following, rows, parts = changed_parts(self._native, since)
+        there = (rows["state"] != FREE) & (rows["state"] != WRITING)
+        held = self._generations[rows["row"]]
+        self._append_gone(rows["row"][~there & (held != 0)])
+        replaced = rows["row"][there & (held != 0) & (held != rows["generation"])]
+        before = self._generations[replaced]
+        rows = rows[there]
+        if since == 0:
+            parts = np.concatenate([parts, self._set_back(rows, parts)])
+        rows, parts, of = self._news(rows, parts, again)
+        left, unsaved, barrier = 0, following, whole
+        for some_rows, some_parts, its in _frames(rows, parts, of, self._frame_bytes):
+            new = self._generations[some_rows["row"]] != some_rows["generation"]
+            data, kept = self._copied(some_rows, some_parts, its)
+            if torn := some_rows["sequence"][~kept & new].tolist():
+                barrier = min(barrier, *torn)
+            kept &= ~new | (some_rows["sequence"] < barrier)
+            skipped = ~kept[its] & (some_parts["change"] != 0)
+            unsaved = min(unsaved, int(some_parts["change"][skipped].min(initial=unsaved)))
+            left += int(np.count_nonzero(~kept & (~new | (some_rows["sequence"] < whole))))
+            self._append_frame_of(some_rows[kept], some_parts, data, kept[its], new[kept])
+        # A new row stands for the removal of the one before it, but only where it could be copied.
+        self._append_gone(replaced[self._generations[replaced] == before])
+        self._since = 0 if since == 0 and left else unsaved
+        return left
+
+    def _set_back(self, rows: NDArray[Any], parts: NDArray[Any]) -> NDArray[Any]:
+        """Records of parts that the journal has and the store has not, as it does not tell them where all are asked."""
+        gone = np.zeros(self._changes.shape, bool)
+        same = rows["row"][self._generations[rows["row"]] == rows["generation"]]
+        gone[same] = self._changes[same] != 0
+        gone[parts["row"], parts["task"]] = False
+        found = np.zeros(int(np.count_nonzero(gone)), PART)
+        found["row"], found["task"] = np.nonzero(gone)
+        found["generation"] = self._generations[found["row"]]
+        return found
+
+    def _news(
+        self, rows: NDArray[Any], parts: NDArray[Any], again: NDArray[np.uint32]
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]:
+        """Rows by their sequence, their parts that the journal lacks, and the place of each part's row among them."""
+        of = np.searchsorted(rows["row"], parts["row"])
+        same = (self._generations[rows["row"]] == rows["generation"])[of]
+        place = (parts["row"], parts["task"])
+        held = np.where(same, self._changes[place], 0)
+        living = parts["state"] != NOT_DONE
+        lacking = np.where(living, parts["change"] != held, held != 0)
+        if len(again):
+            oldest = self._segments[0].number
+            lacking |= living & same & (self._segment_of[place] == oldest) & np.isin(parts["row"], again)
+        parts, of = parts[lacking], of[lacking]
+        order = np.argsort(rows["sequence"], kind="stable")
+        order = order[np.isin(order, of)]
+        ranks = np.zeros(len(rows), np.int64)
+        ranks[order] = np.arange(len(order))
+        by_row = np.argsort(ranks[of], kind="stable")
+        return rows[order], parts[by_row], ranks[of[by_row]]
+
+    def _copied(
+        self, rows: NDArray[Any], parts: NDArray[Any], of: NDArray[np.int64]
+    ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+        """The bytes of parts, and of which rows they are whole."""
+        has_bytes = parts["bytes"] != 0
+        data, _, ok = self._native.copy_parts(as_bytes(parts[has_bytes]))
+        whole = np.ones(len(rows), bool)
+        whole[of[has_bytes][ok == 0]] = False
+        return data, whole
+
+    def _append_frame_of(
+        self,
+        rows: NDArray[Any],
+        parts: NDArray[Any],
+        data: NDArray[np.uint8],
+        kept: NDArray[np.bool_],
+        new: NDArray[np.bool_],
+    ) -> None:
+        """Appends rows with those of the parts that are kept. `new`: the journal has nothing of the row yet."""
+        if not len(rows):
+            return
+        if not kept.all():
+            data = data[np.repeat(kept, parts["bytes"].astype(np.int64))]
+        parts = parts[kept]
+        parts["span"] = 0  # nothing to who reads it
+        self._before_frame()
+        self._next_sequence = max(self._next_sequence, int(rows["sequence"][-1]) + 1)
+        self._write(PARTS, rows.tobytes() + parts.tobytes(), [data], len(rows), len(parts))
+        row, place = rows["row"], (parts["row"], parts["task"])
+        self._note_before(row)
+        self._drop(row[new])
+        segment, living = self._segments[-1], parts["state"] != NOT_DONE
+        self._count(self._segment_of[place][self._changes[place] != 0], -1)
+        self._changes[place] = np.where(living, parts["change"], 0)
+        self._segment_of[place] = np.where(living, segment.number, 0)
+        self._generations[row], self._times[row] = rows["generation"], rows["inserted_at_ns"]
+        self._priorities[row], self._sampled[row] = rows["priority"], rows["times_sampled"]
+        pieces = int(np.count_nonzero(living))
+        self._living[segment.number] += pieces
+        segment.rows += pieces
+        self._totals[0] += len(rows)
+        self._totals[2] += pieces
+        assert self._baseline is not None
+        self._appended += int(np.count_nonzero(rows["sequence"][new] >= self._baseline))
+
+    def _note_gone(self, rows: NDArray[np.uint32]) -> None:
+        self._note_before(rows)
+        self._drop(rows)
+
+    def _drop(self, rows: NDArray[np.uint32]) -> None:
+        """Notes that the journal has nothing of rows any more."""
+        self._count(self._segment_of[rows][self._changes[rows] != 0], -1)
+        self._generations[rows] = 0
+        self._changes[rows] = self._segment_of[rows] = 0
+
+
+def _frames(
+    rows: NDArray[Any], parts: NDArray[Any], of: NDArray[np.int64], frame_bytes: int
+) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]]:
+    """Rows and their parts, as many at a time as a frame has, one row at least."""
+    nbytes = np.full(len(rows), ROW.itemsize, np.int64)
+    np.add.at(nbytes, of, parts["bytes"].astype(np.int64) + PART.itemsize)
+    ends = np.cumsum(nbytes)
+    first = 0
+    while first < len(rows):
+        before = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + frame_bytes, side="right")))
+        mine = slice(*np.searchsorted(of, (first, last)))
+        yield rows[first:last], parts[mine], of[mine] - first
+        first = last
+
+
+__all__ = ["FRAME_BYTES", "SEGMENT_BYTES", "JournalWriter", "PartsWriter"]

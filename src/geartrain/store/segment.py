@@ -304,6 +304,20 @@ def plan_of_segment(native: _native.Store) -> RowPlan | None:
     return plan_of_stored(plain_fields, about["places"], about["axes"], about["tasks"])
 
 
+def stored_plan(native: _native.Store) -> dict[str, Any] | None:
+    """The fields, axes and tasks of a store as JSON, for manifests; None if it has neither axes nor tasks."""
+    about = native.describe()
+    if "axes" not in about:
+        return None
+    return {
+        "fields": [
+            {"name": name, "shape": list(shape), "dtype": dtype_of_code(code).name, "timed": timed}
+            for name, code, shape, timed in about["fields"]
+        ],
+        **{name: [list(each) for each in about[name]] for name in ("places", "axes", "tasks")},
+    }
+
+
 def schema_of_segment(native: _native.Store) -> tuple[dict[str, Field], int]:
     """The fields of a store, in their order, and its longest row in steps."""
     plan = plan_of_segment(native)
@@ -396,11 +410,19 @@ def remove_journaled(name: str, journal: Path, trust: Trust = "user") -> None:
         peeked = peek(name, trust)
         state = peeked.journal_state()
         store, journaled = int(peeked.describe()["store_id"]), None if state is None else state["path"]
-        known = is_journal_of(journal, store, journaled) or peeked.committed_count() == 0
+        known = is_journal_of(journal, store, journaled) or not _has_rows(peeked)
         if known and not peeked.live_clients():
             peeked.unlink()
     except StoreError:  # none, or none to be removed: creating one says so
         return
+
+
+def _has_rows(native: _native.Store) -> bool:
+    """Whether a store has rows that can be drawn, are under way, or that batches have kept."""
+    if native.committed_count():
+        return True
+    figures = native.task_figures() if "axes" in native.describe() else {}
+    return bool(figures.get("under_way") or figures.get("kept"))
 
 
 def check_schema(

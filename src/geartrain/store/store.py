@@ -15,7 +15,7 @@ import geartrain.store.anonymous as anonymous
 from geartrain.core.arguments import check_choice, check_flag, check_keywords, timeout
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust, check_trust
-from geartrain.core.tasks import Task, row_plan
+from geartrain.core.tasks import Task
 from geartrain.errors import (
     ArgumentError,
     CheckpointError,
@@ -164,12 +164,13 @@ class Store(JournaledStore):
                 creator's user may remove the file from /dev/shm, so the creator should leave last.
             timeout_s: longest wait for another process that holds the store's lock, in seconds.
             journal: a directory on a disk. Commits and removals are written to it and survive a power cut
-                (docs/checkpoints.md). If it holds a journal already, its rows are restored; `fields`, `max_length` and
-                `capacity` must then match it.
+                (docs/checkpoints.md). If it holds a journal already, its rows are restored; `fields`, `max_length`,
+                `capacity` and `tasks` must then match it. With tasks, inserts and puts are written to it.
             journal_sync_s: longest time between a commit and its flush, in seconds; commits wait if the disk is slower.
                 0 flushes before a commit, a deletion or a rewrite returns.
             journal_full: what a commit does if the journal's disk is full: "wait" up to `timeout_s` for room, or
-                "error" at once (`NoSpaceError`). In both cases a call that raises commits no row.
+                "error" at once (`NoSpaceError`). In both cases a commit that raises commits no row, and a put or an
+                insert with tasks writes nothing, unless the error says that rows are in the store.
             tasks: the tasks that each row passes through, by name (docs/tasks.md). `fields` are then those of the
                 insert. The one task without fields that comes after all others is the last; `max_times_sampled` is 1
                 by default, so that a row is freed when it is drawn.
@@ -178,7 +179,7 @@ class Store(JournaledStore):
                 A put takes its values, padded to 64 bytes a field, and 64 bytes.
 
         With axes, strings or tasks a store takes `capacity` alone of the sizes, no `max_length`, no limit by age or
-        number, no remover, no priorities of steps and no journal.
+        number, no remover and no priorities of steps.
 
         Returns:
             The store, open in this process.
@@ -200,8 +201,6 @@ class Store(JournaledStore):
         wanted = journal_asked_for(journal, journal_sync_s, journal_full)
         if fields is None:
             raise ArgumentError("give the fields of the store: a mapping of names to geartrain.Field")
-        if wanted is not None and row_plan(fields, tasks) is not None:
-            raise ArgumentError("a store with axes, strings or tasks has no journal: leave out journal=")
         if name is None:
             if persist is not None and check_flag("persist", persist):
                 raise ArgumentError("persist=True needs a name: a store without one is removed with its last process")

@@ -14,7 +14,16 @@ from geartrain.core.arguments import check_whole, default_threads, shown, some_o
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, NoSpaceError, SchemaError, StoreClosedError, WaitTimeoutError
-from geartrain.store.claims import REWRITE, Claim, Version, check_version, timed_out, version_of, write_rows
+from geartrain.store.claims import (
+    REWRITE,
+    Claim,
+    Version,
+    check_durable,
+    check_version,
+    timed_out,
+    version_of,
+    write_rows,
+)
 from geartrain.store.columns import as_column
 from geartrain.store.insert import CASTINGS, Casting
 from geartrain.store.packed import check_output
@@ -44,6 +53,7 @@ class TaskedStore(WritableStore):
         threads: int | None = None,
         casting: Casting = "no",
         timeout_s: float | None = None,
+        durable: bool = False,
     ) -> Keys:
         """Copies `n` rows into the store and returns their keys.
 
@@ -62,6 +72,7 @@ class TaskedStore(WritableStore):
             casting: conversions to the fields' dtypes that are allowed, as in NumPy: "no", "safe" (int16 to float32) or
                 "same_kind" (float64 to float32). Lists of Python's numbers are converted if they fit.
             timeout_s: longest wait for room in a store with axes or tasks, in seconds; 600 by default.
+            durable: return once the rows are on the disk of the store's journal.
 
         Raises:
             SchemaError: an array has another shape or dtype than its field. Nothing is written.
@@ -70,17 +81,20 @@ class TaskedStore(WritableStore):
             WaitTimeoutError: no room within `timeout_s`, or too many rows in flight. The message says how many rows are
                 under way, due and kept.
             NoSpaceError: the rows are larger than all of `span_bytes`.
-            ArgumentError: `timeout_s` for a store that evicts rows and does not wait.
+            ArgumentError: `timeout_s` for a store that evicts rows and does not wait; `durable` without a journal.
+            LockTimeoutError: the journal's disk is behind for longer than the store's `timeout_s`. The message says
+                whether rows are in the store.
 
         Cost: one copy, which bypasses the cache if it is large. A call takes about 2 us for C-contiguous NumPy arrays
         of the fields' dtypes without lengths, priorities and versions, and about 10 us otherwise. More than 1024 rows,
         or half the store's, or more than may be in flight at the moment, are inserted in several parts. Each part is
         atomic.
         """
+        durable = check_durable(self.native, durable)
         if self.plan is None:
             if timeout_s is not None:
                 raise ArgumentError("timeout_s= is the wait for room; this store evicts rows instead")
-            return super().insert(
+            keys = super().insert(
                 fields,
                 lengths=lengths,  # type: ignore[arg-type]  # a mapping is refused there
                 priorities=priorities,
@@ -88,10 +102,16 @@ class TaskedStore(WritableStore):
                 threads=threads,
                 casting=casting,
             )
+            if durable:
+                self.native.settle_journal("inserted", True)
+            return keys
         within_s = INSERT_TIMEOUT_S if timeout_s is None else timeout(timeout_s)
-        return self._insert_spans(
+        keys = self._insert_spans(
             self.plan, fields, lengths, priorities, versions, default_threads(threads), casting, within_s
         )
+        if len(keys):
+            self.native.settle_journal("inserted", durable)  # all parts together
+        return keys
 
     def _insert_spans(
         self,
@@ -348,6 +368,7 @@ class TaskedStore(WritableStore):
         *,
         casting: Casting = "no",
         timeout_s: float = INSERT_TIMEOUT_S,
+        durable: bool = False,
     ) -> Keys:
         """Replaces the fields of a task that is done, and returns the keys of the rows that were skipped.
 
@@ -360,13 +381,16 @@ class TaskedStore(WritableStore):
                 each row.
             casting: as in `insert`.
             timeout_s: longest wait for room, in seconds.
+            durable: as in `Claim.put`.
 
         Raises:
-            ArgumentError: keys of another store. Nothing is written.
+            ArgumentError: keys of another store, or `durable` without a journal. Nothing is written.
             SchemaError: the store has no such task, it is not rewritable, or the values do not fit. Nothing is written.
             WaitTimeoutError: no room within `timeout_s`; rows before are written.
+            LockTimeoutError, NoSpaceError: of a journal, as in `Claim.put`.
         """
         plan = self._tasks_plan()
+        durable = check_durable(self.native, durable)
         keys = check_keys(keys)
         keys.check_store(self.id, self.name)
         number = plan.number(task)
@@ -401,6 +425,8 @@ class TaskedStore(WritableStore):
         wrote = write_rows(
             self.native, REWRITE, number, keys.row, keys.generation, None, sources, lengths, timeout(timeout_s)
         )
+        if durable:
+            self.native.settle_journal("put", True)
         return keys[wrote]
 
     # --- the clock ------------------------------------------------------------------------------------------

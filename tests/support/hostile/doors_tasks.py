@@ -15,6 +15,11 @@ from hostile.values import SECONDS, Door, choice, door, flag, nothing, number, w
 LIMIT = number(0, none=True, most=1e9)
 
 
+def undurable(value: Any) -> bool:
+    """The value of `durable=` that a store without a journal takes."""
+    return flag(value) and not value
+
+
 def text(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value.encode()) < 64 and "\0" not in value
 
@@ -50,14 +55,20 @@ def create_with_tasks(tools: Tools) -> Door:
     return call, {"tasks": TASKS, "span_bytes": SPAN_BYTES}
 
 
-@door("Store.insert, with tasks", fields=nothing, lengths=lambda value: value is None or value == {}, timeout_s=LIMIT)
+@door(
+    "Store.insert, with tasks",
+    fields=nothing,
+    lengths=lambda value: value is None or value == {},
+    timeout_s=LIMIT,
+    durable=undurable,
+)
 def insert_with_tasks(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
 
-    def call(fields: Any, lengths: Any, timeout_s: Any) -> None:
-        there.delete(there.insert(fields, lengths=lengths, timeout_s=timeout_s))
+    def call(fields: Any, **given: Any) -> None:
+        there.delete(there.insert(fields, **given))
 
-    return call, {"fields": rows(2), "lengths": None, "timeout_s": 1.0}
+    return call, {"fields": rows(2), "lengths": None, "timeout_s": 1.0, "durable": False}
 
 
 @door("Store.insert, a field with an axis")
@@ -109,25 +120,25 @@ def claims(tools: Tools) -> Door:
     return call, {"task": "work", "n": 2, "timeout_s": 1.0, "output": "numpy"}
 
 
-@door("Store.put", keys=nothing, task=nothing, fields=nothing, timeout_s=SECONDS)
+@door("Store.put", keys=nothing, task=nothing, fields=nothing, timeout_s=SECONDS, durable=undurable)
 def put(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
     keys = gt.Keys([0, 1], [1, 1], store=there.id)
     given = {"keys": keys, "task": "judge", "fields": {"z": np.zeros(2, np.float32)}, "casting": "no", "timeout_s": 1.0}
-    return there.put, given
+    return there.put, {**given, "durable": False}
 
 
-@door("Claim.put", timeout_s=SECONDS)
+@door("Claim.put", timeout_s=SECONDS, durable=undurable)
 def claim_put(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
 
-    def call(y: Any, timeout_s: Any) -> None:
+    def call(**given: Any) -> None:
         with there.claim("work", 1, output="numpy") as one:
-            one.put(y=y, timeout_s=timeout_s)
+            one.put(**given)
             there.delete(one.keys)
         there.insert(rows(1))
 
-    return call, {"y": [np.ones(2, np.float32)], "timeout_s": 1.0}
+    return call, {"y": [np.ones(2, np.float32)], "timeout_s": 1.0, "durable": False}
 
 
 @door("Claim[]")
@@ -153,15 +164,15 @@ def append(tools: Tools) -> Door:
     return call, {"y": np.ones(2, np.float32), "item": 0, "timeout_s": 1.0}
 
 
-@door("ClaimedRow.put", timeout_s=SECONDS)
+@door("ClaimedRow.put", timeout_s=SECONDS, durable=undurable)
 def row_put(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
 
-    def call(z: Any, timeout_s: Any) -> None:
+    def call(**given: Any) -> None:
         with there.claim("judge", 1, output="numpy") as one:
-            next(iter(one)).put(z=z, timeout_s=timeout_s)
+            next(iter(one)).put(**given)
             there.delete(one.keys)
         there.insert(rows(1))
         there.claim("work", output="numpy").put(y=[[1.0]])
 
-    return call, {"z": 1.0, "timeout_s": 1.0}
+    return call, {"z": 1.0, "timeout_s": 1.0, "durable": False}

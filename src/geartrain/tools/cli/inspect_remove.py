@@ -386,7 +386,6 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
 
 
 def _inspect_journal(directory: Path, as_json: bool) -> None:
-    from geartrain.store.checkpoint_format import schema_of
     from geartrain.store.journal_directory import JournalDirectory
 
     journal = JournalDirectory(directory)
@@ -403,7 +402,9 @@ def _inspect_journal(directory: Path, as_json: bool) -> None:
         "newest_row_ns": newest,
         "next_sequence": found.next_sequence,
         "store": found.store_path,
-        "fields": schema_of(journal.fields, journal.max_length),
+        "fields": journal.stored_fields,
+        **({} if journal.plan is None else {"axes": [axis.name for axis in journal.plan.axes]}),
+        **({} if journal.plan is None else {"tasks": list(journal.plan.tasks)}),
     }
     if as_json:
         sys.stdout.write(json.dumps(about, indent=1) + "\n")
@@ -417,7 +418,9 @@ def _inspect_journal(directory: Path, as_json: bool) -> None:
         out.print(f"newest row committed {(time.time_ns() - newest) / 1e9:,.0f} s ago")
     table = make_table("field", "shape of a step, or of a row's value", "dtype", "per row")
     for name, field in journal.fields.items():
-        table.add_row(escape(name), str(field.shape), field.dtype, "yes" if field.per_row else "no")
+        shape = field.shape if field.axis is None else (field.axis, *field.shape)
+        dtype = field.dtype if field.kind == "array" else field.kind
+        table.add_row(escape(name), escape(str(shape)), dtype, "yes" if field.per_row else "no")
     out.print(table)
 
 
