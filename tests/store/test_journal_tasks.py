@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import grpo
 import numpy as np
 import pytest
+import tasked_stores
 from deadlines import patience, until
 from journals import KillingDisk, SlowDisk, lose_power
 from saved_rows import pieces_in, pieces_of
@@ -121,6 +123,45 @@ def test_a_larger_region_takes_what_a_full_one_held_and_a_smaller_one_says_so(tm
         create(tmp_path / "journal", span_bytes=4096)
     with create(tmp_path / "journal", span_bytes=1 << 21) as again:
         assert pieces_of(again) == before
+
+
+def test_a_store_in_all_states_comes_back_with_its_change_numbers(tmp_path: Path) -> None:
+    with tasked_stores.in_all_states(journal=tmp_path / "journal") as store:
+        before = tasked_stores.everything(store)
+    with tasked_stores.make_store(journal=tmp_path / "journal") as again:
+        assert again.audit() == []
+        found = tasked_stores.everything(again)
+        assert found["parts"] == before["parts"]
+        again.sync_journal(patience(10))
+        assert again.journal.rows == 0, "rows that were restored are not written again"
+
+
+def test_a_journal_of_version_4_is_these_bytes(tmp_path: Path) -> None:
+    golden = tmp_path / "golden"
+    shutil.copytree(Path(__file__).parent / "data" / "journal-v4", golden)
+    with tasked_stores.make_store(journal=golden) as store:
+        assert store.audit() == []
+        found = tasked_stores.everything(store)
+        with tasked_stores.in_all_states() as fresh:
+            made = tasked_stores.everything(fresh)
+    for piece, (_, content) in made["parts"].items():
+        assert found["parts"][piece][1] == content
+    assert found["parts"].keys() == made["parts"].keys()
+    assert found["next_sequence"] == made["next_sequence"] == 8
+    for name in ("clock", "in_flight", "max_stale", "dropped", "finished"):
+        assert found["state"][name] == made["state"][name]
+
+
+def test_a_journal_begins_with_a_checkpoint_of_tasks_and_is_what_comes_back_later(tmp_path: Path, name: str) -> None:
+    with tasked_stores.in_all_states() as store:
+        store.save(tmp_path / "checkpoint")
+    with gt.Store.load(tmp_path / "checkpoint", name, journal=tmp_path / "journal") as begun:
+        assert pieces_in(tmp_path / "journal")[0] == pieces_of(begun)[0], "it is on the disk when load returns"
+        tasked_stores.answer(begun, 1)
+        before = pieces_of(begun)
+    with gt.Store.load(tmp_path / "checkpoint", name, journal=tmp_path / "journal") as again:
+        assert pieces_of(again) == before
+        assert again.audit() == []
 
 
 # --- durable ------------------------------------------------------------------------------------------------------

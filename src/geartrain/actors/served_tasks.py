@@ -23,7 +23,7 @@ from geartrain.core.arguments import check_flag, default_threads, shown, timeout
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, MessageError, StaleClaimError, StoreClosedError, WaitTimeoutError
-from geartrain.rpc.running import about_to_wait
+from geartrain.rpc.scheduler import about_to_wait
 from geartrain.store.claims import APPEND, PUT, REWRITE
 from geartrain.store.store import Store
 from geartrain.store.waiting_claims import claim_later

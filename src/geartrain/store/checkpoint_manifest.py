@@ -129,8 +129,17 @@ def _check_parts(manifest: Mapping[str, Any], capacity: int, fields: int) -> Non
     _check_identity(manifest)
     files = manifest["files"]
     _bytes_of(files, "rows.bin", 40 * whole_entry(manifest, "listed_rows", manifest["rows"], capacity))
-    places, axes, tasks = (entry(manifest, name, list) for name in ("places", "axes", "tasks"))
+    tasks = entry(manifest, "tasks", list)
     _bytes_of(files, "parts.bin", 96 * whole_entry(manifest, "parts", 0, capacity * (len(tasks) + 1)))
+    check_stored_plan(manifest, fields)
+    check_task_state(entry(manifest, "state", dict), len(tasks))
+    for chunk in object_entries(manifest, "chunks"):
+        _bytes_of(files, entry(chunk, "file", str), whole_entry(chunk, "bytes", 1, 2**63 - 1))
+
+
+def check_stored_plan(manifest: Mapping[str, Any], fields: int) -> None:
+    """Checks the axes and tasks in a manifest of so many fields. Raises `ValueError`."""
+    places, axes, tasks = (entry(manifest, name, list) for name in ("places", "axes", "tasks"))
     for name, table, types in (
         ("places", places, (int, int, int, int)),
         ("axes", axes, (str, int, int)),
@@ -155,21 +164,18 @@ def _check_parts(manifest: Mapping[str, Any], capacity: int, fields: int) -> Non
         raise ValueError(str(error)) from None
     if wanted is None or (wanted.places(), wanted.axes, wanted.tasks) != (plan.places(), plan.axes, plan.tasks):
         raise ValueError("its fields, axes and tasks are not those of a store")
-    _check_state(entry(manifest, "state", dict), len(tasks))
-    for chunk in object_entries(manifest, "chunks"):
-        _bytes_of(files, entry(chunk, "file", str), whole_entry(chunk, "bytes", 1, 2**63 - 1))
 
 
 def plan_of_manifest(manifest: Mapping[str, Any]) -> RowPlan:
-    """The axes and tasks of the store that a manifest of version 5 is of. Raises `SchemaError`."""
+    """The axes and tasks of the store that a manifest is of, once they are checked. Raises `SchemaError`."""
     fields, _ = fields_of_stored(
         (each["name"], each["dtype"], each["timed"], each["shape"]) for each in manifest["fields"]
     )
     return plan_of_stored(fields, manifest["places"], manifest["axes"], manifest["tasks"])
 
 
-def _check_state(state: Mapping[str, Any], tasks: int) -> None:
-    """Checks what `_native.Store.restore_task_state` takes."""
+def check_task_state(state: Mapping[str, Any], tasks: int) -> None:
+    """Checks what `_native.Store.restore_task_state` takes. Raises `ValueError`."""
     whole_entry(state, "clock", -(2**63), 2**63 - 1)
     entry(state, "finished", bool)
     for name in ("saved_before", "next_row", "passed_before", "in_flight", *TASK_COUNTERS):
@@ -211,4 +217,11 @@ def _bytes_of(files: Mapping[str, Any], name: str, nbytes: int) -> None:
         raise ValueError(f"{name!r} must have {nbytes} bytes for the rows that are in it, it has {found}")
 
 
-__all__ = ["check_manifest", "check_stored_options", "check_stored_schema", "plan_of_manifest"]
+__all__ = [
+    "check_manifest",
+    "check_stored_options",
+    "check_stored_plan",
+    "check_stored_schema",
+    "check_task_state",
+    "plan_of_manifest",
+]

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.dtypes import dtype_of_code
 from geartrain.core.progress import Progress
 from geartrain.store.checkpoint_chunks import PieceWriter, Saved, chunks_to_keep, identity_of
 from geartrain.store.checkpoint_format import (
@@ -42,6 +41,7 @@ from geartrain.store.saved_parts import (
     as_bytes,
     changed_parts,
 )
+from geartrain.store.segment import stored_plan
 
 #: Rounds of copies. Rows with parts that are not whole after these are left out: somebody rewrites them all the time.
 MOST_ROUNDS = 10
@@ -129,18 +129,13 @@ class PartsSaving:
             written = PieceWriter(self._directory / name, self._piece_bytes)
             written.write(records)
             self._files[name] = written.finish()
-        about = store.describe()
         manifest = {
             "format": FORMAT,
             "version": VERSION_PARTS,
             "id": self._id,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "store": identity_of(store),
-            "fields": [
-                {"name": name, "shape": list(shape), "dtype": dtype_of_code(code).name, "timed": timed}
-                for name, code, shape, timed in about["fields"]
-            ],
-            **{name: [list(each) for each in about[name]] for name in ("places", "axes", "tasks")},
+            **(stored_plan(store) or {}),
             "options": stored_options(self._options),
             "max_priority": store.max_priority,
             "rows": int(there.sum()),

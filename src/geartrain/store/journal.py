@@ -32,12 +32,13 @@ from geartrain.core.schema import Field
 from geartrain.core.shared_files import naming_errors
 from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import GeartrainError, JournalError, SchemaError, StoreClosedError
+from geartrain.store.checkpoint_format import CURRENT_NAMES, renamed
 from geartrain.store.checkpoint_reader import Checkpoint, restore
 from geartrain.store.journal_directory import Disk, JournalContents, JournalDirectory, is_journal, make_journal
 from geartrain.store.journal_format import Frame, block_shapes
 from geartrain.store.journal_writer import JournalWriter, PartsWriter
-from geartrain.store.saved_parts import FREE, ROW
-from geartrain.store.segment import JournalFull, plan_of_segment
+from geartrain.store.saved_parts import FREE, ROW, as_bytes
+from geartrain.store.segment import JournalFull, stored_plan
 
 CHECK_S = 0.25
 #: How often priorities and counts of samples that have changed are written.
@@ -332,8 +333,7 @@ class JournalOptions:
             )
         with naming_errors("cannot write the journal", self.path, JournalError):
             origin = None if checkpoint is None else checkpoint.id
-            plan = plan_of_segment(native)
-            directory = make_journal(self.path, fields, max_length, options, self._disk, origin, plan)
+            directory = make_journal(self.path, fields, max_length, options, self._disk, origin, stored_plan(native))
             if not directory.lock():
                 raise JournalError(
                     f"the journal {self.path} is in use by another store: join that one with Store.open, or close "
@@ -507,26 +507,18 @@ def _fill_parts(native: _native.Store, directory: JournalDirectory, *, repair: b
     try:
         native.begin_load()
         for parts, data, offsets in directory.read_parts(contents):
-            native.load_parts(_raw(parts), data, offsets)
-        native.finish_load(_raw(np.concatenate([rows, free])), contents.next_sequence)
+            native.load_parts(as_bytes(parts), data, offsets)
+        native.finish_load(as_bytes(np.concatenate([rows, free])), contents.next_sequence)
     except SchemaError as error:
         raise JournalError(f"{directory.path} is damaged: {error}") from None
     counters: dict[str, int] = {}
     if contents.state is not None:
-        try:
-            native.restore_task_state(contents.state["tasks"])
-        except (GeartrainError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise JournalError(f"{directory.path} is damaged: the state of its tasks is none: {error!r}") from None
-        counters = contents.state["counters"]
+        native.restore_task_state(contents.state["tasks"])
+        counters = renamed(contents.state["counters"], CURRENT_NAMES)
     native.restore_max_priority(contents.max_priority)
     # Rows have consecutive numbers: whoever inserts rows continues behind the last one that is there.
     native.set_counters({**counters, "inserted": contents.next_sequence - 1})
     return contents
-
-
-def _raw(records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Records as rows of bytes, as the native layer takes them."""
-    return np.ascontiguousarray(records).view(np.uint8).reshape(len(records), records.dtype.itemsize)
 
 
 def _check_unused(directory: JournalDirectory, contents: JournalContents) -> None:

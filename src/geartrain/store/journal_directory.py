@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 import geartrain.core.locks as locks
 from geartrain.core.arguments import shown
-from geartrain.core.json_values import entry, read_object, whole_entry
+from geartrain.core.json_values import entry, read_object
 from geartrain.core.schema import Field, fields_of_stored
 from geartrain.core.shared_files import listed, naming_errors
 from geartrain.core.tasks import RowPlan, plan_difference
@@ -38,7 +38,13 @@ from geartrain.store.checkpoint_format import (
     stored_options,
     sync_directory,
 )
-from geartrain.store.checkpoint_manifest import check_stored_options, check_stored_schema
+from geartrain.store.checkpoint_manifest import (
+    check_stored_options,
+    check_stored_plan,
+    check_stored_schema,
+    check_task_state,
+    plan_of_manifest,
+)
 from geartrain.store.journal_format import (
     BEGIN,
     CHECKPOINT_VERSIONS,
@@ -61,7 +67,6 @@ from geartrain.store.journal_format import (
     synced_later,
 )
 from geartrain.store.saved_parts import DONE, NOT_DONE, PART, ROW, TAKEN_BY
-from geartrain.store.stored_plan import plan_of_json, stored_plan
 
 MANIFEST = "journal.json"
 LOCK = "journal.lock"
@@ -179,7 +184,7 @@ class JournalDirectory:
         #: Axes and tasks of the store; None if it has neither.
         self.plan: RowPlan | None = None
         if manifest["version"] == VERSION_PARTS:
-            self.plan = plan_of_json(manifest)
+            self.plan = plan_of_manifest(manifest)
             self.fields, self.max_length = dict(self.plan.fields), 1
         else:
             self.fields, self.max_length = fields_of_stored(
@@ -192,6 +197,8 @@ class JournalDirectory:
         self.origin: str | None = manifest.get("origin")
         #: Later checkpoints, of stores that were journaled here, with which it was restored.
         self.later: list[str] = [str(each) for each in manifest.get("later", [])]
+        #: The fields as the manifest has them.
+        self.stored_fields: list[dict[str, Any]] = manifest["fields"]
         self._manifest = manifest
 
     # --- the lock -------------------------------------------------------------------------------------------
@@ -403,12 +410,12 @@ class JournalDirectory:
                 raise JournalError(f"{path} is not segment {number} of this journal")
             found.store, found.store_path, found.origin = begin["store"], begin["path"], begin["origin"]
             found.max_priority = begin["max_priority"]
-            found.state = begin["state"] or found.state
+            found.state = self._checked_state(begin["state"], path, frame) or found.state
             return
         if frame.kind in ((PARTS, STATE) if self.plan is None else (ROWS, STEPS)):
             raise JournalError(f"{damaged}: a frame is of another kind of store")
         if frame.kind == STATE:
-            found.state = state_of(frame, path)
+            found.state = self._checked_state(state_of(frame, path), path, frame)
             return
         records = frame.records()
         if frame.kind == LARGEST:
@@ -451,6 +458,14 @@ class JournalDirectory:
         elif frame.kind == PRIORITIES:
             found.records["priority"][rows] = records["priority"]
             found.records["times_sampled"][rows] = records["times_sampled"]
+
+    def _checked_state(self, state: dict[str, Any] | None, path: Path, frame: Frame) -> dict[str, Any] | None:
+        try:
+            if state is not None:
+                check_task_state(state["tasks"], 0 if self.plan is None else len(self.plan.tasks))
+        except ValueError as error:
+            raise JournalError(f"{path} is damaged at byte {frame.offset}: {error}") from None
+        return state
 
     def _apply_parts(self, found: JournalContents, frame: Frame, damaged: str, number: int) -> None:
         """Takes over a frame of parts, once everything in it that is followed later is within its bounds."""
@@ -556,7 +571,7 @@ def make_journal(
     options: dict[str, Any],
     disk: Disk | None = None,
     origin: str | None = None,
-    plan: RowPlan | None = None,
+    stored: dict[str, Any] | None = None,
 ) -> JournalDirectory:
     """The journal of a directory, which is made where there is none: to begin with the checkpoint `origin`, if any.
 
@@ -577,16 +592,16 @@ def make_journal(
             path / MANIFEST,
             {
                 "format": FORMAT,
-                "version": version if plan is None else VERSION_PARTS,
+                "version": version if stored is None else VERSION_PARTS,
                 "id": secrets.token_hex(16),
-                **({"fields": schema_of(fields, max_length)} if plan is None else stored_plan(plan)),
+                **({"fields": schema_of(fields, max_length)} if stored is None else stored),
                 "options": stored_options(options),
                 **({} if origin is None else {"origin": origin}),
             },
             path / f".{MANIFEST}",
         )
     journal = JournalDirectory(path, disk)
-    journal.check_matches(fields, max_length, options, plan)
+    journal.check_matches(fields, max_length, options, None if stored is None else plan_of_manifest(stored))
     return journal
 
 
@@ -612,7 +627,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         if manifest.get("format") != FORMAT:
             raise JournalError(f"{path} is not the manifest of a geartrain journal")
         version = manifest.get("version")
-        if version not in (*CHECKPOINT_VERSIONS, VERSION_PARTS):
+        if version not in (*CHECKPOINT_VERSIONS,):
             raise JournalError(
                 f"{directory} has journal version {shown(version)}, but this build reads versions {VERSION} to "
                 f"{VERSION_PARTS}"
@@ -620,12 +635,10 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         if checksum != json_checksum(manifest):
             raise JournalError(f"{path} is damaged: its checksum does not match")
         entry(manifest, "id", str)
+        fields = check_stored_schema(manifest)
+        check_stored_options(manifest, version=CHECKPOINT_VERSIONS[version])
         if version == VERSION_PARTS:
-            plan_of_json(manifest)
-            _check_options_of_parts(manifest)
-        else:
-            check_stored_schema(manifest)
-            check_stored_options(manifest, version=CHECKPOINT_VERSIONS[manifest["version"]])
+            check_stored_plan(manifest, len(fields))
         entry({"origin": "", **manifest}, "origin", str)
         if not all(isinstance(each, str) for each in entry({"later": [], **manifest}, "later", list)):
             raise ValueError("later has an entry that is no text")
@@ -636,15 +649,6 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise JournalError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise JournalError(f"{path} is damaged: {error}") from None
-
-
-def _check_options_of_parts(manifest: dict[str, Any]) -> None:
-    """Checks the limits of a store with axes, strings or tasks. Raises `ValueError`."""
-    options = dict(entry(manifest, "options", dict))
-    whole_entry(options, "span_bytes", 0, 2**46 - 1)
-    del options["span_bytes"]
-    version = VERSION_MAX if "new_priority" in options else VERSION
-    check_stored_options({"options": options}, version=CHECKPOINT_VERSIONS[version])
 
 
 _locked: weakref.WeakSet[JournalDirectory] = weakref.WeakSet()

@@ -70,7 +70,7 @@ VERSION_MAX = 3
 #: Of stores with axes, strings or tasks.
 VERSION_PARTS = 4
 #: The versions of checkpoints that have the same options.
-CHECKPOINT_VERSIONS = {VERSION: 2, VERSION_STEPS: 3, VERSION_MAX: 4}
+CHECKPOINT_VERSIONS = {VERSION: 2, VERSION_STEPS: 3, VERSION_MAX: 4, VERSION_PARTS: 5}
 MAGIC = int.from_bytes(b"GTJRNL\x01\n", "little")
 ALIGNMENT = 64
 

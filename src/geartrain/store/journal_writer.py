@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.schema import Field
-from geartrain.store.checkpoint_format import ROW_RECORD
+from geartrain.store.checkpoint_format import ROW_RECORD, STORED_NAMES, renamed
 from geartrain.store.journal_directory import JournalContents, JournalDirectory, Segment
 from geartrain.store.journal_format import (
     BEGIN,
@@ -40,7 +40,7 @@ from geartrain.store.journal_format import (
     STEPS_RECORD,
     frame_parts,
 )
-from geartrain.store.saved_parts import COMMITTED, FREE, NOT_DONE, PART, ROW, WRITING
+from geartrain.store.saved_parts import COMMITTED, FREE, NOT_DONE, PART, ROW, WRITING, as_bytes, changed_parts
 
 SEGMENT_BYTES = 64 << 20
 FRAME_BYTES = 8 << 20
@@ -596,7 +596,8 @@ class PartsWriter(JournalWriter):
 
     def _append_news(self, priorities: bool) -> int:
         # Read first: a state that is on the disk speaks of rows that are.
-        state = {"tasks": self._native.task_state(), "counters": self._native.counters()}
+        counters = {name: count for name, count in self._native.counters().items() if name in _native.COUNTERS}
+        state = {"tasks": self._native.task_state(), "counters": renamed(counters, STORED_NAMES)}
         whole = self._native.next_sequence()
         left = self._append_changed(whole)
         if left == 0:
@@ -619,8 +620,7 @@ class PartsWriter(JournalWriter):
         """
         again, self._again = self._again, np.zeros(0, np.uint32)
         since = 0 if len(again) else self._since
-        following, raw_rows, raw_parts = self._native.changed_parts(since)
-        rows, parts = raw_rows.reshape(-1).view(ROW), raw_parts.reshape(-1).view(PART)
+        following, rows, parts = changed_parts(self._native, since)
         there = (rows["state"] != FREE) & (rows["state"] != WRITING)
         held = self._generations[rows["row"]]
         self._append_gone(rows["row"][~there & (held != 0)])
@@ -683,8 +683,7 @@ class PartsWriter(JournalWriter):
     ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
         """The bytes of parts, and of which rows they are whole."""
         has_bytes = parts["bytes"] != 0
-        asked = np.ascontiguousarray(parts[has_bytes]).view(np.uint8).reshape(-1, PART.itemsize)
-        data, _, ok = self._native.copy_parts(asked)
+        data, _, ok = self._native.copy_parts(as_bytes(parts[has_bytes]))
         whole = np.ones(len(rows), bool)
         whole[of[has_bytes][ok == 0]] = False
         return data, whole

@@ -307,6 +307,20 @@ def plan_of_described(about: Mapping[str, Any]) -> RowPlan:
     return plan_of_stored(plain_fields, about["places"], about["axes"], about["tasks"])
 
 
+def stored_plan(native: _native.Store) -> dict[str, Any] | None:
+    """The fields, axes and tasks of a store as JSON, for manifests; None if it has neither axes nor tasks."""
+    about = native.describe()
+    if "axes" not in about:
+        return None
+    return {
+        "fields": [
+            {"name": name, "shape": list(shape), "dtype": dtype_of_code(code).name, "timed": timed}
+            for name, code, shape, timed in about["fields"]
+        ],
+        **{name: [list(each) for each in about[name]] for name in ("places", "axes", "tasks")},
+    }
+
+
 def schema_of_segment(native: _native.Store) -> tuple[dict[str, Field], int]:
     """The fields of a store, in their order, and its longest row in steps."""
     plan = plan_of_segment(native)

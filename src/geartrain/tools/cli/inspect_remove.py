@@ -398,7 +398,6 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
 
 
 def _inspect_journal(directory: Path, as_json: bool) -> None:
-    from geartrain.store.checkpoint_format import schema_of
     from geartrain.store.journal_directory import JournalDirectory
     from geartrain.store.stored_plan import stored_plan
 
@@ -416,11 +415,9 @@ def _inspect_journal(directory: Path, as_json: bool) -> None:
         "newest_row_ns": newest,
         "next_sequence": found.next_sequence,
         "store": found.store_path,
-        **(
-            {"fields": schema_of(journal.fields, journal.max_length)}
-            if journal.plan is None
-            else stored_plan(journal.plan)
-        ),
+        "fields": journal.stored_fields,
+        **({} if journal.plan is None else {"axes": [axis.name for axis in journal.plan.axes]}),
+        **({} if journal.plan is None else {"tasks": list(journal.plan.tasks)}),
     }
     if as_json:
         sys.stdout.write(json.dumps(about, indent=1) + "\n")
