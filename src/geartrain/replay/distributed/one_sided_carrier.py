@@ -69,7 +69,7 @@ class OneSidedCarrier(TransportCarrier):
                     continue
                 if b"".join(part.tobytes() for part in parts[:1]) != WRITTEN or len(parts) != 1:
                     raise CarrierError(peer, Cause.refused, f"sent its rows by another way than {self._pool.name}")
-                _copy_out(leased[peer].memory, incoming[peer])
+                self.put(peer, [np.frombuffer(leased[peer].memory, np.uint8, read[peer])], incoming[peer])
                 leased.pop(peer).release()
         finally:
             for buffer in leased.values():  # the exchange has failed, and peers may be writing
@@ -124,7 +124,7 @@ class OneSidedCarrier(TransportCarrier):
             self.receive(number, peer, written, here, until_s)
             buffer = self._lease(peer, written[peer])
             try:
-                _copy_in(buffer.memory, outgoing[peer])
+                np.concatenate(outgoing[peer], out=np.frombuffer(buffer.memory, np.uint8, written[peer]))
                 self._links[peer].write(
                     buffer.region,
                     b"".join(part.tobytes() for part in here[peer]),
@@ -137,20 +137,6 @@ class OneSidedCarrier(TransportCarrier):
                     raise self.error_of(peer, error) from error
                 raise
             buffer.release()
-
-
-def _copy_in(memory: Any, arrays: Sequence[Bytes]) -> None:
-    into, at = np.frombuffer(memory, np.uint8), 0
-    for array in arrays:
-        into[at : at + array.size] = array
-        at += array.size
-
-
-def _copy_out(memory: Any, arrays: Sequence[Bytes]) -> None:
-    found, at = np.frombuffer(memory, np.uint8), 0
-    for array in arrays:
-        array[:] = found[at : at + array.size]
-        at += array.size
 
 
 __all__ = ["WRITE_BYTES", "WRITTEN", "OneSidedCarrier"]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
+from geartrain.core.arguments import check_choice
 from geartrain.core.extras import require_torch
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, GeartrainError, PeerLostError, WaitTimeoutError
@@ -104,7 +105,11 @@ class TorchRankGroup:
         self._carrier: Carrier | None = None
         self._transports: TransportCarrier | None = None  # the carrier, where it is this one
         wanted = os.environ.get("GEARTRAIN_RANK_CARRIER", "auto")
-        backend = None if wanted in CARRIERS else _checked_backend(wanted)
+        backend = None
+        if wanted not in CARRIERS:
+            from geartrain.transport import one_sided
+
+            backend = check_choice("GEARTRAIN_RANK_CARRIER", wanted, (*CARRIERS, *one_sided.names()))
         # torch names a group by the number of groups the process has made, which may differ between ranks, and uses a
         # name again once its group is destroyed. These names are unique for the life of the job. (torchrun's restart
         # count is of no use: hosts that restart because another host did count differently.)
@@ -307,15 +312,6 @@ def _asked(ask: Callable[[], T], otherwise: T) -> T:
         thread.start()
         thread.join(NOTE_S)
     return answers[-1]
-
-
-def _checked_backend(wanted: str) -> str:
-    from geartrain.transport import one_sided
-
-    if wanted not in one_sided.names():
-        valid = ", ".join([*CARRIERS, *one_sided.names()])
-        raise ArgumentError(f"GEARTRAIN_RANK_CARRIER is one of {valid}, found {wanted!r}")
-    return wanted
 
 
 def as_rank_group(group: Any, members: Sequence[int], timeout_s: float) -> RankGroup:

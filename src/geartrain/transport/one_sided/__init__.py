@@ -2,9 +2,6 @@
 
 A backend is a package in this folder. Its name is what users pass: `Node(transport=name)`, or
 `GEARTRAIN_RANK_CARRIER=name`. Nothing else in geartrain names one, and a backend is imported when it is asked for.
-
-Both sides verify a link before they use it (`Handshake`). Then one side exposes memory and sends the region's
-descriptor, and the other side writes into that memory or reads it.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ class Region(Protocol):
 
     def close(self) -> None:
         """Ends access. A peer's write that is under way may continue."""
-        ...
 
 
 class Link(Protocol):
@@ -36,36 +32,30 @@ class Link(Protocol):
     @property
     def ended(self) -> str:
         """Why the link has ended; "" while it is open."""
-        ...
 
     def write(
         self, memory: Any, descriptor: bytes, *, offset: int = 0, nbytes: int | None = None, timeout_s: float = 30.0
     ) -> None:
         """Writes an array, a tensor or a `Region` into a peer's region. The write is complete when this returns."""
-        ...
 
     def close(self) -> None:
         """Ends the link. The connection that it was made over stays open."""
-        ...
 
 
 class Handshake(Protocol):
     """One side of a handshake. It proves that each side can access the other's memory.
 
-    1. Send `hello` to the other side.
-    2. Call `prove` with the hello of the other side, and tell the other side when it has returned.
-    3. Call `confirm` after the other side has reported the same.
+    Send `hello` to the other side. Call `prove` with the other side's hello, and tell the other side when it has
+    returned. Call `confirm` after the other side has reported the same.
     """
 
     hello: bytes
 
     def prove(self, hello: bytes, lost: Callable[[], bool], timeout_s: float = 10.0) -> Link:
         """The link to the other side. Raises `TransportError` if its memory cannot be accessed."""
-        ...
 
     def confirm(self) -> None:
         """Raises `TransportError` unless the other side has accessed this side's memory."""
-        ...
 
 
 class Backend(Protocol):
@@ -73,23 +63,18 @@ class Backend(Protocol):
 
     def why_not(self) -> str | None:
         """None if the backend works in this process, else the reason. The first call may take seconds."""
-        ...
 
     def describe(self) -> str:
         """The backend and its network, for people."""
-        ...
 
     def expose(self, memory: Any) -> Region:
         """Exposes a contiguous array or tensor. Raises `TransportError` if the backend does not work."""
-        ...
 
     def start_handshake(self) -> Handshake:
         """This process's side of a handshake. Raises `TransportError` if the backend does not work."""
-        ...
 
     def attach(self, connection: Connection, *, timeout_s: float = 30.0) -> Link:
         """Does the handshake over a connection, whose other side must attach too."""
-        ...
 
 
 def names() -> tuple[str, ...]:
