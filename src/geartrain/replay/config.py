@@ -48,7 +48,7 @@ class ReplayKeywords(TypedDict, total=False):
     options: ReplayOptions | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class ReplayConfig:
     """The arguments and options of a `Replay`, as its builders take them; see there.
 
@@ -63,27 +63,27 @@ class ReplayConfig:
     """
 
     batch_size: int
-    fields: Sequence[str] | None = None
-    window: int | Windows | None = None
-    pad: Pad = "left"
-    first_only: Sequence[str] = ()
-    prefetch: int = 2
-    output: As = "torch"
-    num_batches: int | None = None
-    min_rows: int | None = None
-    min_steps: int | None = None
-    threads: int | None = None
-    timeout_s: float = 60.0
-    inputs: Sequence[str] | None = None
-    targets: Sequence[str] | None = None
-    assignment: Assignment = "local_first"
-    balance: str | Cost | None = None
-    device: DeviceOptions | None = None
-    seed: int = 0
-    view: Transitions | None = None
-    transform: Callable[[Batch], Any] | None = None
-    update_lag: int | None = None
-    keep: Literal["saved"] | None = None
+    fields: Sequence[str] | None
+    window: int | Windows | None
+    pad: Pad
+    first_only: Sequence[str]
+    prefetch: int
+    output: As
+    num_batches: int | None
+    min_rows: int | None
+    min_steps: int | None
+    threads: int | None
+    timeout_s: float
+    inputs: Sequence[str] | None
+    targets: Sequence[str] | None
+    assignment: Assignment
+    balance: str | Cost | None
+    device: DeviceOptions | None
+    seed: int
+    view: Transitions | None
+    transform: Callable[[Batch], Any] | None
+    update_lag: int | None
+    keep: Literal["saved"] | None
 
     def __post_init__(self) -> None:
         check_within("batch_size", check_whole("batch_size", self.batch_size), 1, MAX_DRAWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any
 
@@ -69,8 +70,11 @@ def fetch_into(tools: Tools) -> Door:
 @door("Replay", store=nothing, selection=nothing, group=choice(None), mesh=choice(None))
 def replay(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
-    given = {"batch_size": 2, "output": "numpy", "threads": 1, "prefetch": 0, "timeout_s": 1.0}
-    return gt.Replay, {"store": there, "selection": Uniform(seed=1), **given}
+    direct = {name: each.default for name, each in inspect.signature(gt.Replay).parameters.items()}
+    given = {**direct, **vars(gt.ReplayOptions()), **vars(gt.RankOptions())}
+    given |= {"batch_size": 2, "output": "numpy", "threads": 1, "prefetch": 0, "timeout_s": 1.0}
+    del given["options"]
+    return replay_of, {**given, "store": there, "selection": Uniform(seed=1)}
 
 
 @door("Replay, what it is asked")
