@@ -23,7 +23,7 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.rpc.future import UNDECODABLE, Future, Reply
-from geartrain.rpc.protocol import CALL, CALL_OBJECT, CANCEL, ERROR, OUT_OF_BAND, RESULT, TELL, with_timeout
+from geartrain.rpc.protocol import CALL, CALL_OBJECT, CANCEL, ERROR, OUT_OF_BAND, RESULT, TELL, timeout_bits
 from geartrain.rpc.registry import name_of, names
 from geartrain.rpc.tensors.device_map import DeviceMap
 from geartrain.rpc.tensors.endpoint import DeviceTensors
@@ -77,7 +77,8 @@ class Client:
         self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> Any:
         """The result, waited for by this thread."""
-        return self._ask(function, *self._request(function, args, kwargs, timeout_s), timeout_s)
+        kind, value = self._request(function, args, kwargs, timeout_s)
+        return self._ask(function, kind, value, timeout_s)
 
     def ask(self, name: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         """The result of one of geartrain.rpc's own functions. They also negotiate, so they do not wait for that."""
@@ -88,7 +89,7 @@ class Client:
         began_s = time.perf_counter() if trace.on else 0.0
         tag = self._start(kind, value, timeout_s)
         try:
-            reply = self.wait(tag, until_s)
+            reply = self.calls.wait(tag, until_s)
         except BaseException as error:  # by a signal's handler, perhaps
             self.cancel(tag)
             if isinstance(error, (WaitTimeoutError, PeerLostError)):
@@ -96,6 +97,7 @@ class Client:
             raise
         if began_s:
             self._trace_call("call", function, tag, began_s, reply[3])
+            self._trace_reply(reply)
         try:
             return reply[1] if reply[0] == RESULT else self.value_of(reply)
         finally:
@@ -106,15 +108,16 @@ class Client:
     ) -> int:
         """Sends a call: the tag of its reply."""
         began_s = time.perf_counter() if trace.on else 0.0
-        tag = self._start(*self._request(function, args, kwargs, timeout_s), timeout_s)
+        kind, value = self._request(function, args, kwargs, timeout_s)
+        tag = self._start(kind, value, timeout_s)
         if began_s:
             self._trace_call("send", function, tag, began_s, time.perf_counter())
         return tag
 
     def _start(self, kind: int, value: Any, timeout_s: float) -> int:
-        kind, payload = self._encode(kind, value, timeout_s)
+        kind, payload = self._codec.encode_message(kind, value, self.pickle, self.tensors, 0, timeout_s)
         try:
-            return self.calls.start(with_timeout(kind, timeout_s), payload, timeout_s)
+            return self.calls.start(kind | timeout_bits[timeout_s], payload, timeout_s)
         except (WaitTimeoutError, PeerLostError) as error:
             raise self._told(error, timeout_s) from None
 
@@ -125,16 +128,14 @@ class Client:
         kind, value = self._request(function, args, kwargs, timeout_s)
         if kind != CALL:
             raise MessageError("`tell` takes registered functions only")
-        kind, payload = self._encode(TELL, value, timeout_s)
+        kind, payload = self._codec.encode_message(TELL, value, self.pickle, self.tensors, 0, timeout_s)
         self.connection.send(0, kind, payload, timeout_s)
 
     def encode(
         self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> tuple[int, _native.Payload]:
         """A call's kind and payload, for `calls.start`. Tensors that go out of band are sent by then, or queued."""
-        return self._encode(*self._request(function, args, kwargs, timeout_s), timeout_s)
-
-    def _encode(self, kind: int, value: Any, timeout_s: float) -> tuple[int, _native.Payload]:
+        kind, value = self._request(function, args, kwargs, timeout_s)
         return self._codec.encode_message(kind, value, self.pickle, self.tensors, 0, timeout_s)
 
     def _request(

@@ -27,10 +27,17 @@ KIND = 0x7F
 _TIMEOUT_BITS = 24
 
 
-@lru_cache(maxsize=256)
-def with_timeout(kind: int, timeout_s: float) -> int:
-    """A call's kind with its timeout; the longest that fits is 46 hours."""
-    return kind | min(max(int(timeout_s * 100) + 1, 1), (1 << _TIMEOUT_BITS) - 1) << 8
+class _TimeoutBits(dict[float, int]):
+    """The bits of a call's kind for each timeout, in seconds. The longest that fits is 46 hours."""
+
+    def __missing__(self, timeout_s: float) -> int:
+        bits = min(max(int(timeout_s * 100) + 1, 1), (1 << _TIMEOUT_BITS) - 1) << 8
+        if len(self) < 256:
+            self[timeout_s] = bits
+        return bits
+
+
+timeout_bits = _TimeoutBits()
 
 
 @lru_cache(maxsize=256)

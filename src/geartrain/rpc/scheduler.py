@@ -75,6 +75,14 @@ class Call:
     #: Ends deferred work of a cancelled call.
     on_cancel: Callable[[], object] | None = None
 
+    # The scheduler's, under its lock.
+    line: _Line
+    waits_in: _Queue | None = None
+    #: A thread executes it, or is about to.
+    running = False
+    #: It is among the running calls that `max_threads` bounds.
+    counted = True
+
     def __init__(
         self,
         session: SendsReplies,
@@ -90,11 +98,6 @@ class Call:
         self.session, self.kind, self.tag = session, kind, tag
         self.function, self.args, self.kwargs = function, args, kwargs
         self.nbytes, self.until_s, self.ordered = nbytes, until_s, ordered
-        # The scheduler's, under its lock.
-        self.line: _Line
-        self.waits_in: _Queue | None = None
-        self.running = False  # a thread executes it, or is about to
-        self.counted = True  # among the running calls that `max_threads` bounds
 
     def run(self) -> None:
         """Executes the function in this thread, and replies now, or when a batch or a future is done."""
@@ -115,8 +118,8 @@ class Call:
         else:
             if isinstance(result, Future):
                 self._wait_for(result)
-            elif not batched:
-                self.reply(result)
+            elif not batched and not self.cancelled:
+                session.reply(self.kind, self.tag, result)
         if began_s:
             arrow = None if self.kind == TELL else session.flow(self.tag)
             what, ended_s = f"run {name_of(function)}", time.perf_counter()
