@@ -170,7 +170,7 @@ class RemoteStore(ServedRows, TaskedRows):
         """
         if self.plan is not None:
             within_s = INSERT_TIMEOUT_S if timeout_s is None else timeout(timeout_s)
-            return self._insert_spans(self.plan, fields, lengths, priorities, versions, 0, casting, within_s)
+            return self.insert_spans(self.plan, fields, lengths, priorities, versions, 0, casting, within_s)
         if timeout_s is not None:
             raise ArgumentError("timeout_s= is the wait for room; this store evicts rows instead")
         if not isinstance(fields, Mapping):
@@ -286,9 +286,14 @@ class RemoteStore(ServedRows, TaskedRows):
             task, append: as for `Store`.
         """
 
-    def _insert_together(
+    def insert_together(
         self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float
     ) -> Keys | int:
+        """Internal: as of `Store`.
+
+        Args:
+            n, sources, table, of_rows, threads, timeout_s: as there.
+        """
         priorities, versions = of_rows
         found = self._rows.insert(n, sources, table, priorities, versions, timeout_s)
         return found if isinstance(found, int) else Keys.of_rows(*found, self.id)

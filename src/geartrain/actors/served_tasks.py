@@ -441,7 +441,7 @@ class PeerCalls:
         wait_s = 0.0
         while True:
             try:
-                found = self._store._insert_together(
+                found = self._store.insert_together(
                     n, list(sources), lengths, (priorities, versions), default_threads(None), wait_s
                 )
             except WaitTimeoutError:
@@ -449,7 +449,7 @@ class PeerCalls:
                 if left_s <= 0 or self._ended:
                     if self._store.limiter.state().enabled:
                         raise
-                    raise self._store._waited_for_room(n, within_s) from None
+                    raise self._store.waited_for_room(n, within_s) from None
                 if wait_s == 0:
                     about_to_wait()
                 self._check()

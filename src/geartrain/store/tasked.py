@@ -67,10 +67,10 @@ class TaskedRows:
         def one_row_writer(self, task: int, *, append: bool) -> _native.OneRowWriter | None:
             """Internal: writes single rows of a task."""
 
-        def _insert_together(
+        def insert_together(
             self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float
         ) -> Keys | int:
-            """Inserts rows, all or none; returns how many to insert first if fewer of them may be in flight now."""
+            """Internal: inserts rows, all or none; returns how many to insert first if fewer may be in flight now."""
 
         def _claim_rows(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Found:
             """Claims rows; `later`: `say_version` follows. `fields`: to be read with them, of another host."""
@@ -81,7 +81,7 @@ class TaskedRows:
         def lag_before(self, number: int) -> str:
             """Internal: which task keeps rows from becoming due for a task, in words."""
 
-    def _insert_spans(
+    def insert_spans(
         self,
         plan: RowPlan,
         fields: Any,
@@ -92,6 +92,12 @@ class TaskedRows:
         casting: Casting,
         timeout_s: float,
     ) -> Keys:
+        """Internal: inserts rows of a store with axes or tasks.
+
+        Args:
+            plan: of the store.
+            fields, lengths, priorities, versions, threads, casting, timeout_s: as for `insert`.
+        """
         if casting not in CASTINGS:
             raise ArgumentError(f"casting is one of {', '.join(map(repr, CASTINGS))}, found {shown(casting)}")
         given = check_names("insert", fields, plan.fields_of(0))
@@ -104,7 +110,7 @@ class TaskedRows:
         of_rows = as_column(priorities, n, np.float64, "priorities"), as_column(versions, n, np.int64, "versions")
         most = size = max(1, min(_PIECE, self.capacity // 2))
         if n <= most:
-            found = self._insert_together(n, sources, table, of_rows, threads, timeout_s)
+            found = self.insert_together(n, sources, table, of_rows, threads, timeout_s)
             if isinstance(found, Keys):
                 return found
             size = found
@@ -120,7 +126,7 @@ class TaskedRows:
             count, sources, table = collect(plan, part, part, known=its, how=how, casting=casting)
             columns = [None if column is None else column[rows] for column in of_rows]
             try:
-                found = self._insert_together(count, sources, table, columns, threads, timeout_s)
+                found = self.insert_together(count, sources, table, columns, threads, timeout_s)
             except (WaitTimeoutError, NoSpaceError) as error:
                 raise type(error)(f"{error}. The first {at} of {n} rows are in the store") from None
             if isinstance(found, Keys):
@@ -551,23 +557,29 @@ class TaskedStore(WritableStore, TaskedRows):
                 casting=casting,
             )
         within_s = INSERT_TIMEOUT_S if timeout_s is None else timeout(timeout_s)
-        return self._insert_spans(
+        return self.insert_spans(
             self.plan, fields, lengths, priorities, versions, default_threads(threads), casting, within_s
         )
 
-    def _insert_together(
+    def insert_together(
         self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float
     ) -> Keys | int:
-        """Inserts rows, all or none; returns how many to insert first if fewer of them may be in flight now.
+        """Internal: inserts rows, all or none; returns how many to insert first if fewer may be in flight now.
 
         The batch whose end makes places may need these, so the others alone wait.
+
+        Args:
+            n: number of rows.
+            sources, table: their values and lengths, as `collect` returns them.
+            of_rows: their priorities and versions.
+            threads, timeout_s: as for `insert`.
         """
         self.limiter.admit_inserts(n, timeout_s)
         try:
             priorities, versions = of_rows
             found = self.native.insert_with_spans(n, sources, table, priorities, versions, threads, timeout_s)
             if found is None:
-                raise self._waited_for_room(n, timeout_s)
+                raise self.waited_for_room(n, timeout_s)
         except BaseException:
             self.limiter.give_back(inserts=n)
             raise
@@ -576,8 +588,12 @@ class TaskedStore(WritableStore, TaskedRows):
             return found
         return Keys.of_rows(*found, self.id)
 
-    def _waited_for_room(self, n: int, timeout_s: float) -> WaitTimeoutError:
-        """The error of an insert that timed out: which limit it waited for, and by what that is reached."""
+    def waited_for_room(self, n: int, timeout_s: float) -> WaitTimeoutError:
+        """Internal: the error of an insert that timed out: which limit it waited for, and by what that is reached.
+
+        Args:
+            n, timeout_s: of the insert.
+        """
         what, state = f"{n} rows could not be inserted within {timeout_s:g} s", self.limiter.state()
         if state.most_in_flight is None or (state.in_flight or 0) + n <= state.most_in_flight:
             return timed_out(self.native, what)
