@@ -16,6 +16,7 @@ import signal
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +26,11 @@ import numpy as np
 
 import geartrain as gt
 import storm.proof as proof
-from geartrain.errors import StaleClaimError
+from geartrain import rpc
+from geartrain.actors import RemoteStore, StoreServer
+from geartrain.errors import GeartrainError, StaleClaimError
 from geartrain.selection import Fifo, Uniform
-from storm.roles import Part
+from storm.roles import Ending, Part
 from storm.rounds import Round, Worker
 
 CREW = ("loader", "answer", "answers", "reward", "ref", "advantage", "learner")
@@ -36,7 +39,9 @@ BATCH, SAVE_EVERY, IN_FLIGHT = 4, 2, 24
 DROPPED = 11
 CAPACITY = 64
 #: Bytes of spans: room for all rows; so few that results are given up to make room.
-KINDS = {"tasks": 1 << 20, "tasks in little room": 24 << 10}
+KINDS = {"tasks": 1 << 20, "tasks in little room": 24 << 10, "tasks of other hosts": 1 << 20}
+#: Roles of the last kind that reach the store through a server of it.
+REMOTE = ("answer", "answers", "reward")
 
 
 class Event(NamedTuple):
@@ -80,6 +85,65 @@ def open_store(part: Part) -> gt.Store:
     return store
 
 
+class Names:
+    """Addresses of nodes by name, in files: as a c10d store."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"name-{key.replace('/', '-')}"
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """As torch's."""
+        beside = self._path(f"{key}.{os.getpid()}")
+        beside.write_bytes(value.encode() if isinstance(value, str) else value)
+        beside.replace(self._path(key))
+
+    def get(self, key: str) -> bytes:
+        """As torch's."""
+        return self._path(key).read_bytes()
+
+    def check(self, keys: list[str]) -> bool:
+        """As torch's."""
+        return all(self._path(key).exists() for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """As torch's."""
+        until_s = time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > until_s:
+                raise RuntimeError(f"timeout: {keys} are not there")
+            time.sleep(0.01)
+
+    def delete_key(self, key: str) -> None:
+        """As torch's."""
+        self._path(key).unlink(missing_ok=True)
+
+
+def store_of_task(part: Part, task: str) -> Any:
+    """The store, or what a server of it serves, for those who do a task."""
+    if part.kind != "tasks of other hosts" or task not in REMOTE:
+        return open_store(part)
+    node = rpc.Node(f"worker-{part.number}", store=Names(part.folder))
+    until_s = time.monotonic() + deadlines.patience(30)
+    while True:
+        try:
+            return RemoteStore(node, "server", part.name, timeout_s=deadlines.patience(60))
+        except (GeartrainError, LookupError):  # it is not there yet
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+
+
+def serve(part: Part) -> None:
+    """Serves the store to other hosts until it is asked to end."""
+    store, notes, ending = open_store(part), Notes(part), Ending()
+    with rpc.Node("server", store=Names(part.folder)) as node, StoreServer(node, store, part.name):
+        while not ending.come:
+            notes.add("serves")
+            time.sleep(0.05)
+
+
 def load(part: Part) -> None:
     """Inserts numbered rows behind those that were inserted, and says at the end that there are no more."""
     store, notes, choose = open_store(part), Notes(part), random.Random(part.seed)
@@ -93,7 +157,7 @@ def load(part: Part) -> None:
 
 def work(part: Part, task: str) -> None:
     """Does a task until no row can become due any more."""
-    store, notes, choose = open_store(part), Notes(part), random.Random(part.seed)
+    store, notes, choose = store_of_task(part, task), Notes(part), random.Random(part.seed)
     for claim in store.claims(task, choose.randint(1, 4), output="numpy"):
         for row in claim:
             with contextlib.suppress(StaleClaimError):  # of a row that was taken back to make room
@@ -104,7 +168,7 @@ def work(part: Part, task: str) -> None:
 
 def answer_many(part: Part) -> None:
     """Answers several rows at a time in one event loop, until no row can become due any more."""
-    store, notes = open_store(part), Notes(part)
+    store, notes = store_of_task(part, "answers"), Notes(part)
 
     async def answer() -> None:
         while claim := await store.claim_async("answer", 2, output="numpy"):
@@ -181,6 +245,7 @@ ROLES = {
     "loader": load,
     "learner": learn,
     "answers": answer_many,
+    "server": serve,
     **{task: (lambda part, task=task: work(part, task)) for task in ("answer", "reward", "ref", "advantage")},
 }
 
@@ -194,7 +259,7 @@ class TaskRound(Round):
     def run(self) -> None:
         """Runs the round. Every defect is noted, none is raised."""
         with self.ends():
-            for role in CREW:
+            for role in self.crew():
                 self._begin(role, None)
             self._strike(None)
             (self.folder / "enough").touch()
@@ -203,6 +268,10 @@ class TaskRound(Round):
                 self.defects += proof.audit(store)
                 self.defects += prove(store, events(self.folder), self.figures)
                 self.figures["repairs (store)"] += store.stats()["repairs"]
+
+    def crew(self) -> tuple[str, ...]:
+        """The roles, one process each."""
+        return (*CREW, "server") if self.kind == "tasks of other hosts" else CREW
 
     def pause_s(self) -> float:
         """Time to the next fault: processes are to come to their work in between."""
@@ -217,16 +286,19 @@ class TaskRound(Round):
             for worker in list(self.workers):
                 self._reap(worker)
             self.figures["kills of all"] += 1
-            for role in CREW:
+            for role in self.crew():
                 self._begin(role, None)
         else:
             super().fault(victim, store)
 
     def _drain(self) -> None:
-        """All processes do what is left, and end by themselves."""
+        """All processes do what is left, and end by themselves; a server is asked to when the others have ended."""
         until_s = time.monotonic() + deadlines.patience(60)
         while self.workers and time.monotonic() < until_s:
             self._look()
+            if not any(worker.asked for worker in self.workers) and {each.role for each in self.workers} == {"server"}:
+                self.workers[0].asked = True
+                os.kill(self.workers[0].pid, signal.SIGTERM)
             time.sleep(0.01)
         for worker in list(self.workers):
             self._hangs(worker, "does not come to its end")
