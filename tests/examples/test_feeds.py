@@ -82,6 +82,7 @@ def store(task, store_name):
         yield store
 
 
+@pytest.mark.parametrize("task", ["hopper_feeds", pytest.param("mat_feeds", marks=pytest.mark.slow)], indirect=True)
 def test_the_array_of_another_process_gives_the_losses_and_weights_of_the_store_to_the_bit(
     feeds, task, store, tmp_path
 ):

@@ -97,7 +97,7 @@ def test_a_pass_has_each_step_once_with_its_whole_stack_and_sum(n_step, frames, 
     view = gt.Transitions(n_step=n_step, frame_stack=frames, gamma=GAMMA)
     with make_store(overlap + int(rng.integers(4, 9)), share_rows=share_rows, truncated=publish_every is None) as store:
         options = {"publish_every": publish_every, "share_rows": share_rows}
-        episodes = record(store, rng.integers(1, 40, 200), overlap, **options)
+        episodes = record(store, rng.integers(1, 40, 80), overlap, **options)
         found = Counter()
         for batch in one_pass(store, view=view):
             check(batch, episodes, n_step, frames)
