@@ -399,7 +399,6 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
 
 def _inspect_journal(directory: Path, as_json: bool) -> None:
     from geartrain.store.journal_directory import JournalDirectory
-    from geartrain.store.stored_plan import stored_plan
 
     journal = JournalDirectory(directory)
     found = journal.contents()
