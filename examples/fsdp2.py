@@ -33,7 +33,12 @@ def main(arguments: list[str] | None = None) -> list[float]:
     losses = []
     selection = gt.selection.Prioritized(seed=chosen.seed)
     with gt.Replay(
-        store, selection, task.BATCH, window=task.WINDOW, mesh=mesh["dp"], num_batches=chosen.steps
+        store,
+        selection,
+        task.BATCH,
+        window=task.WINDOW,
+        group=gt.RankOptions(mesh=mesh["dp"]),
+        num_batches=chosen.steps,
     ) as replay:
         for batch in replay:  # this rank's part of the batch
             part = batch.to(device)

@@ -320,7 +320,12 @@ def train(context: Any, steps: int, supervised: int, save_every: int, seed: int,
             write_file(begin, functools.partial(torch.save, model.state_dict()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
     replay = gt.Replay(
-        store, gt.selection.Fifo(), PROMPTS, group=dist.group.WORLD, balance="tokens", keep="saved", prefetch=0
+        store,
+        gt.selection.Fifo(),
+        PROMPTS,
+        group=gt.RankOptions(dist.group.WORLD, balance="tokens"),
+        options=gt.ReplayOptions(keep="saved"),
+        prefetch=0,
     )
     publisher = context.publisher(clock=store) if rank == 0 else None
     with context.watch(replay), Path(folder, f"learner-{rank}.jsonl").open("a", buffering=1) as log:

@@ -194,7 +194,9 @@ def learn(
         store.expect_writers(),
         working(store, chosen),
         # prefetch=0: what is drawn is drawn now, so that no answer is older than need be.
-        gt.Replay(store, gt.selection.Fifo(), chosen.prompts, prefetch=0, timeout_s=chosen.timeout_s) as replay,
+        gt.Replay(
+            store, gt.selection.Fifo(), chosen.prompts, prefetch=0, options=gt.ReplayOptions(timeout_s=chosen.timeout_s)
+        ) as replay,
     ):
         publisher.publish(version, model.state_dict())
         bar = bars.add_task("rollouts start", total=chosen.steps)

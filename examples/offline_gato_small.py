@@ -225,7 +225,7 @@ def train(
     marks = {round(chosen.steps * (1 + i) / (1 + chosen.evaluations)) for i in range(chosen.evaluations)}
     run: dict[str, Any] = {"setting": setting(chosen), "recordings": recordings(chosen)}
     run |= {"losses": [], "evaluations": [], "train_s": 0.0, "cpu_s": 0.0}
-    how = {"fields": ["tokens"], "window": WINDOW, "seed": chosen.seed}
+    how = {"fields": ["tokens"], "window": WINDOW, "options": gt.ReplayOptions(seed=chosen.seed)}
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     with gt.Replay(stores, mixture, chosen.batch, **how) as replay, curves.bars(screen) as bars:
         if before := resume(chosen.checkpoint, learner, replay, chosen):

@@ -230,7 +230,14 @@ def learn(
         publisher.publish(1, learner.mean.state_dict())
         pool = ActorPool(store, games, policy, chosen.actors, seed=chosen.seed, overlap=OVERLAP)
         stack.enter_context(pool)
-        replay = gt.Replay(store, selection, chosen.batch, view=VIEW, num_batches=chosen.steps, timeout_s=PATIENCE_S)
+        replay = gt.Replay(
+            store,
+            selection,
+            chosen.batch,
+            view=VIEW,
+            num_batches=chosen.steps,
+            options=gt.ReplayOptions(timeout_s=PATIENCE_S),
+        )
         stack.enter_context(replay)
         bar = bars.add_task("waiting for the first steps", total=chosen.steps)
         first_steps(pool, chosen.first_steps, bars, bar)

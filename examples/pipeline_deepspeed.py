@@ -83,9 +83,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         gt.selection.Prioritized(seed=chosen.seed),
         task.BATCH,
         window=task.WINDOW,
-        mesh=engine.grid,
-        inputs=["obs"],
-        targets=["action"],
+        group=gt.RankOptions(mesh=engine.grid, inputs=["obs"], targets=["action"]),
         num_batches=max(0, chosen.steps - len(losses)),
     ) as replay:
         if saving.state:

@@ -158,11 +158,9 @@ def run(
         gt.selection.Prioritized(seed=chosen.seed),
         learner.BATCH,
         window=learner.CONTEXT,
-        mesh=mesh,
-        inputs=["return_to_go", "obs", "action"],
-        targets=["action"],
+        group=gt.RankOptions(mesh=mesh, inputs=["return_to_go", "obs", "action"], targets=["action"]),
         num_batches=chosen.steps,
-        timeout_s=300,  # one rank may be evaluating while another has a batch ready
+        options=gt.ReplayOptions(timeout_s=300),  # one rank may be evaluating while another has a batch ready
     ) as replay:
         bar = bars.add_task("training", total=chosen.steps)
         since = time.perf_counter()

@@ -56,9 +56,7 @@ def train(chosen: argparse.Namespace, device: torch.device) -> list[float]:
         gt.selection.Prioritized(seed=chosen.seed),
         task.BATCH,
         window=task.WINDOW,
-        mesh=mesh,
-        inputs=["obs"],
-        targets=["action"],
+        group=gt.RankOptions(mesh=mesh, inputs=["obs"], targets=["action"]),
         num_batches=chosen.steps,
     ) as replay:
         for batch in replay:

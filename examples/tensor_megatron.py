@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         gt.selection.Prioritized(seed=chosen.seed),
         task.BATCH,
         window=task.WINDOW,
-        mesh=parallel_state,
+        group=gt.RankOptions(mesh=parallel_state),
         num_batches=chosen.steps,
     ) as replay:
         for batch in replay:  # this replica's part of the batch, on all its ranks

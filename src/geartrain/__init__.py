@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from geartrain.replay.fetch import fetch
     from geartrain.replay.hindsight import Hindsight
     from geartrain.replay.iterable_dataset import ReplayDataset
+    from geartrain.replay.options import RankOptions, ReplayOptions
     from geartrain.replay.replay import Replay
     from geartrain.replay.transitions import Transitions
     from geartrain.replay.windows import Windows
@@ -65,9 +66,11 @@ _NAMES = {
     "Keys": ("geartrain.core.keys", "Keys"),
     "DeviceOptions": ("geartrain.replay.device.options", "DeviceOptions"),
     "Placement": ("geartrain.replay.distributed.placement", "Placement"),
+    "RankOptions": ("geartrain.replay.options", "RankOptions"),
     "RateLimiter": ("geartrain.store.rate_limiter", "RateLimiter"),
     "Replay": ("geartrain.replay.replay", "Replay"),
     "ReplayDataset": ("geartrain.replay.iterable_dataset", "ReplayDataset"),
+    "ReplayOptions": ("geartrain.replay.options", "ReplayOptions"),
     "Row": ("geartrain.store.row", "Row"),
     "Rows": ("geartrain.store.row", "Rows"),
     "Store": ("geartrain.store.store", "Store"),
@@ -102,9 +105,11 @@ __all__ = [
     "Keys",
     "DeviceOptions",
     "Placement",
+    "RankOptions",
     "RateLimiter",
     "Replay",
     "ReplayDataset",
+    "ReplayOptions",
     "Row",
     "Rows",
     "Store",

@@ -15,6 +15,7 @@ import preloaded
 import pytest
 from deadlines import killed, patience
 from hostile.instants import Interruption
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain import rpc
@@ -322,7 +323,7 @@ def test_steps_wait_for_the_rate_limiter_and_other_calls_do_not(world: World) ->
 
 
 def test_a_replay_of_a_served_store_waits_for_the_rows_of_its_peers(world: World) -> None:
-    with gt.Replay(world.store, gt.selection.Uniform(seed=0), 4, output="numpy", timeout_s=patience(30)) as replay:
+    with replay_of(world.store, gt.selection.Uniform(seed=0), 4, output="numpy", timeout_s=patience(30)) as replay:
         sent = threading.Timer(0.2, lambda: world.remote.insert(rows(3)))
         sent.start()
         assert len(replay.sample()) == 4

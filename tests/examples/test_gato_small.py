@@ -14,6 +14,7 @@ import numpy as np
 import preloaded
 import pytest
 from deadlines import patience
+from replay_calls import replay_of
 
 import geartrain as gt
 
@@ -193,7 +194,7 @@ def test_each_task_has_its_share_of_windows_and_frames_are_those_of_its_steps(ex
     mixture = gt.selection.Mixture(list(example.SHARES.values()), [gt.selection.Uniform(over="steps") for _ in stores])
     counts = dict.fromkeys(tasks.SHAPES, 0)
     try:
-        with gt.Replay(stores, mixture, 20, fields=["tokens"], window=example.WINDOW, seed=3) as replay:
+        with replay_of(stores, mixture, 20, fields=["tokens"], window=example.WINDOW, seed=3) as replay:
             for _ in range(10):
                 for task, (tokens, frames, mask) in example.sequences(replay.sample(), stores).items():
                     shape = tasks.SHAPES[task]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from device_batches import check_same, filled_store
+from replay_calls import replay_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -79,8 +80,8 @@ def test_every_strategy_gives_the_batches_of_the_host(store: gt.Store, strategy:
     for window, convert, packed in [(None, {}, False), (7, {"pixels": Convert("bfloat16", 1 / 255)}, True)]:
         on_device = DeviceOptions("cuda", path=path, convert=convert, packed=packed)
         with (
-            gt.Replay(store, strategy, 64, window=window, pad="right", num_batches=5) as slow,
-            gt.Replay(store, strategy, 64, window=window, pad="right", num_batches=5, device=on_device) as fast,
+            replay_of(store, strategy, 64, window=window, pad="right", num_batches=5) as slow,
+            replay_of(store, strategy, 64, window=window, pad="right", num_batches=5, device=on_device) as fast,
         ):
             for a, b in zip(slow, fast, strict=True):
                 check_same(a, b, convert, packed)
@@ -312,7 +313,7 @@ def test_copied_rows_are_whole_while_they_are_overwritten(store_name: Callable[[
 
         writer = threading.Thread(target=write)
         options = DeviceOptions("cuda", path="copy", packed=packed)
-        with gt.Replay(store, Uniform(seed=1), 16, window=60, device=options, timeout_s=60) as fast:
+        with replay_of(store, Uniform(seed=1), 16, window=60, device=options, timeout_s=60) as fast:
             writer.start()
             try:
                 until_s, batches = time.monotonic() + 10, 0

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from deadlines import patience
 from device_batches import check_same, filled_store
+from replay_calls import replay_of
 
 import geartrain as gt
 import geartrain.device.kernels as kernels
@@ -44,7 +45,7 @@ def store(store_name: Callable[[], str]) -> Iterator[gt.Store]:
 
 
 def gathered(store: gt.Store, seed: int = 1, **options: Any) -> gt.Replay:
-    return gt.Replay(store, Uniform(seed=seed), 64, device=DeviceOptions("cuda", path="gather"), **options)
+    return replay_of(store, Uniform(seed=seed), 64, device=DeviceOptions("cuda", path="gather"), **options)
 
 
 def pinning_processes(store: gt.Store) -> set[int]:

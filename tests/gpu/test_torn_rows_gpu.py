@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from replay_calls import replay_of
 
 import geartrain as gt
 import geartrain.device.kernels as kernels
@@ -53,7 +54,7 @@ def test_no_batch_holds_a_torn_row(store_name: Callable[[], str], path: Any) -> 
             assert writer.stdout is not None
             writer.stdout.readline()
             options = DeviceOptions("cuda", path=path)
-            with gt.Replay(store, gt.selection.Uniform(seed=1), 64, device=options, timeout_s=60) as replay:
+            with replay_of(store, gt.selection.Uniform(seed=1), 64, device=options, timeout_s=60) as replay:
                 until_s, batches, values = time.monotonic() + SECONDS, 0, set()
                 while time.monotonic() < until_s:
                     x = replay.sample()["x"].view(64, -1)

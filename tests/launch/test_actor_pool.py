@@ -20,6 +20,7 @@ from counting import Counting, Numbers
 from deadlines import patience
 from ended import has_ended
 from launch_jobs import wait_for
+from replay_calls import replay_of
 
 import geartrain as gt
 import geartrain.core.counters as counters
@@ -420,7 +421,7 @@ def test_actors_that_die_after_an_insert_are_started_again(store, made, publish_
 def test_actors_that_never_insert_end_the_pool_and_the_waits_for_them(store, limited, caplog):
     if limited:
         store.limiter.set(min_size_to_sample=3)
-    replay = gt.Replay(store, gt.selection.Uniform(seed=0), 8, output="numpy", timeout_s=patience(60))
+    replay = replay_of(store, gt.selection.Uniform(seed=0), 8, output="numpy", timeout_s=patience(60))
     began_s = time.monotonic()
     with pytest.raises(NotEnoughRowsError) as caught:
         with replay, ActorPool(store, environments, broken_policy, 2) as pool:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from deadlines import patience
 from recorded_shards import Episodes
+from replay_calls import replay_of
 
 import geartrain as gt
 import geartrain.core.trace as trace
@@ -70,7 +71,7 @@ PATHS: dict[str, tuple[Any, dict[str, Any], str]] = {
 @pytest.mark.parametrize(("selection", "options", "path"), PATHS.values(), ids=PATHS)
 def test_the_path_names_each_callback(store: gt.Store, selection: Any, options: dict[str, Any], path: str) -> None:
     stores: Any = [store, store] if isinstance(selection, Mixture) else store
-    with gt.Replay(stores, selection, B, output="numpy", prefetch=0, **options) as replay:
+    with replay_of(stores, selection, B, output="numpy", prefetch=0, **options) as replay:
         replay.sample()
         assert replay.stats()["path"] == path
 
@@ -140,7 +141,7 @@ def test_tracing_changes_none_of_the_code_that_makes_a_batch(
             if event == "call" and module.startswith("geartrain.replay"):
                 names.append(f"{module}.{frame.f_code.co_qualname}")
 
-        with gt.Replay(store, Uniform(seed=1), B, transform=transform, output="numpy", prefetch=0) as replay:
+        with replay_of(store, Uniform(seed=1), B, transform=transform, output="numpy", prefetch=0) as replay:
             replay.sample()
             sys.setprofile(note)
             try:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tagged
 from device_batches import check_same, filled_store
+from replay_calls import replay_of
 
 import geartrain as gt
 import geartrain.replay.device.gather_threshold as threshold
@@ -95,8 +96,8 @@ def test_padding_is_zero_wherever_it_is(store: gt.Store) -> None:
             device = SimulatedDevice(batch_size)
             options: dict[str, Any] = {"window": 25, "pad": pad, "num_batches": 6}
             with (
-                gt.Replay(store, Uniform(seed=1), batch_size, **options) as slow,
-                gt.Replay(
+                replay_of(store, Uniform(seed=1), batch_size, **options) as slow,
+                replay_of(
                     store, Uniform(seed=1), batch_size, **options, device=DeviceOptions(device, path="copy")
                 ) as fast,
             ):
@@ -123,8 +124,8 @@ def test_mixtures_are_copied(store_name: Callable[[], str], packed: bool) -> Non
         options = DeviceOptions(device, convert=convert, packed=packed, path="copy")
         asked: dict[str, Any] = {"window": 5, "num_batches": 4}
         with (
-            gt.Replay([one, other], mixture, 50, **asked) as slow,
-            gt.Replay([one, other], mixture, 50, **asked, device=options) as fast,
+            replay_of([one, other], mixture, 50, **asked) as slow,
+            replay_of([one, other], mixture, 50, **asked, device=options) as fast,
         ):
             for host, landed in zip(slow, fast, strict=True):
                 device.finish()
@@ -174,7 +175,7 @@ def test_what_copies_do_not_do_is_refused_at_the_door(store: gt.Store) -> None:
     ]
     for options, settings, message in refused:
         with pytest.raises(ArgumentError, match=message):
-            gt.Replay(store, Uniform(seed=1), 8, device=DeviceOptions(device, path="copy", **options), **settings)
+            replay_of(store, Uniform(seed=1), 8, device=DeviceOptions(device, path="copy", **options), **settings)
     (rank,) = ThreadRankGroup.make(1)
     with pytest.raises(ArgumentError, match="path='copy' is for one rank: over several ranks"):
         gt.Replay(store, Uniform(seed=1), 8, group=rank, device=DeviceOptions(device, path="copy"))

@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from replay_calls import replay_of
 
 import geartrain as gt
 import geartrain.replay.prefetch as prefetch
@@ -56,7 +57,7 @@ def test_the_wait_for_rows_counts_against_the_wait_for_the_limiter(stores: list[
 
     placement = mock.patch.object(prefetch.BuildPlacement, "note", lambda self, *_: setattr(self, "here", True))
     store = stores[0]
-    with gt.Replay(
+    with replay_of(
         store, Uniform(seed=0), 1, prefetch=ahead, min_rows=2, timeout_s=TIMEOUT_S, output="numpy"
     ) as replay:
         if ahead:
@@ -76,7 +77,7 @@ def test_the_wait_for_rows_counts_against_the_wait_for_the_limiter(stores: list[
 def test_a_batch_of_several_stores_has_one_deadline(stores: list[gt.Store]) -> None:
     """The first store's rows come late, the others' never."""
     selection = Mixture([1, 1, 1], [Uniform(seed=0), Uniform(seed=1), Uniform(seed=2)])
-    with gt.Replay(stores, selection, 6, prefetch=0, timeout_s=TIMEOUT_S, output="numpy") as replay:
+    with replay_of(stores, selection, 6, prefetch=0, timeout_s=TIMEOUT_S, output="numpy") as replay:
         clock = Clock(stores[0], 7)
         with (
             mock.patch.object(waits_module, "time", clock),

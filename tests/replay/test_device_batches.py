@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tagged
 from device_batches import check_same, filled_store
+from replay_calls import replay_of
 
 import geartrain as gt
 import geartrain.replay.device.gather_threshold as crossover
@@ -61,8 +62,8 @@ def test_every_strategy_gives_the_batches_of_the_host(store: gt.Store, strategy:
         device = SimulatedDevice(window or 0)
         options = DeviceOptions(device, path=path, convert=convert, packed=packed)
         with (
-            gt.Replay(store, strategy, 8, window=window, pad="right", num_batches=5) as slow,
-            gt.Replay(store, strategy, 8, window=window, pad="right", num_batches=5, device=options) as fast,
+            replay_of(store, strategy, 8, window=window, pad="right", num_batches=5) as slow,
+            replay_of(store, strategy, 8, window=window, pad="right", num_batches=5, device=options) as fast,
         ):
             for host, landed in zip(slow, fast, strict=True):
                 device.finish()
@@ -94,8 +95,8 @@ def test_draws_of_steps_give_the_batches_and_keys_of_the_host(
             options: dict[str, Any] = {"window": 7, "pad": "right", "num_batches": 4, "prefetch": 0}
             on = DeviceOptions(device, path=path, packed=packed)
             with (
-                gt.Replay(store, strategy, 8, **options) as slow,
-                gt.Replay(store, strategy, 8, **options, device=on) as fast,
+                replay_of(store, strategy, 8, **options) as slow,
+                replay_of(store, strategy, 8, **options, device=on) as fast,
             ):
                 for host, landed in zip(slow, fast, strict=True):
                     device.finish()
@@ -133,7 +134,7 @@ def test_torn_rows_are_drawn_again_with_their_steps(store_name: Callable[[], str
         settings: dict[str, Any] = {"window": 7, "prefetch": 0, "pad": "right"}
         on = DeviceOptions(device, path="gather", packed=packed)
         for strategy in (Prioritized(seed=1), Uniform(seed=2), Uniform(seed=3, over="steps")):
-            with gt.Replay(store, strategy, 16, **settings, device=on) as fast, torn_at_first():
+            with replay_of(store, strategy, 16, **settings, device=on) as fast, torn_at_first():
                 batch = fast.sample()
                 device.finish()
                 assert fast.stats()["redrawn"] == 4
@@ -170,10 +171,10 @@ def test_passes_have_the_batches_of_the_host(store: gt.Store, store_name: Callab
         stores: Any = [store, other] if isinstance(strategy, Mixture) else store
         on = DeviceOptions(device, path=path, packed=packed)
         settings: dict[str, Any] = {"window": 7, "pad": "right", "prefetch": 2}
-        with gt.Replay(stores, strategy, size, **settings) as slow:
+        with replay_of(stores, strategy, size, **settings) as slow:
             expected = [slow.sample() for _ in range(7)]
             figures = slow.stats()
-        with gt.Replay(stores, strategy, size, **settings, device=on) as fast:
+        with replay_of(stores, strategy, size, **settings, device=on) as fast:
             for host in expected:
                 landed = fast.sample()
                 device.finish()
@@ -210,8 +211,8 @@ def test_rows_whose_last_sample_another_draw_had_are_drawn_again(
         on = DeviceOptions(device, path=path, packed=packed)
         with filled_store(store_name(), **options) as one, filled_store(store_name(), **options) as other:
             with (
-                gt.Replay(one, strategy, 16, **settings) as slow,
-                gt.Replay(other, strategy, 16, **settings, device=on) as fast,
+                replay_of(one, strategy, 16, **settings) as slow,
+                replay_of(other, strategy, 16, **settings, device=on) as fast,
             ):
                 for host, landed in zip(slow, fast, strict=True):
                     device.finish()
@@ -503,7 +504,7 @@ def test_what_does_not_fit_is_refused_at_the_door(store: gt.Store) -> None:
     ]
     for arguments, error, message in refused:
         with pytest.raises(error, match=message):
-            gt.Replay(store, Uniform(seed=1), 8, **arguments)
+            replay_of(store, Uniform(seed=1), 8, **arguments)
     with pytest.raises(ArgumentError, match="path is"):
         DeviceOptions(path="dma")  # type: ignore[arg-type]
     assert not device.registered
@@ -565,7 +566,7 @@ def test_a_rate_limiter_holds_batches_on_a_device_back(store_name: Callable[[], 
     with gt.Store.create(store_name(), {"x": gt.Field((), "int64")}, max_length=4, capacity=64) as store:
         store.limiter.set(samples_per_insert=1.0, min_size_to_sample=8, error_buffer=8.0)
         store.insert({"x": np.zeros((8, 4), np.int64)})
-        with gt.Replay(store, Uniform(seed=1), 8, prefetch=0, device=DeviceOptions(device), timeout_s=0.3) as fast:
+        with replay_of(store, Uniform(seed=1), 8, prefetch=0, device=DeviceOptions(device), timeout_s=0.3) as fast:
             fast.sample()
             with pytest.raises(WaitTimeoutError):
                 for _ in range(20):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from replay_calls import replay_of
 from scipy import stats
 
 import geartrain as gt
@@ -35,8 +36,8 @@ def insert(store, tags, lengths=None):
     return store.insert({"tag": tags, "t": steps}, lengths=lengths)
 
 
-def replay_of(store, strategy, size, **options):
-    return gt.Replay(store, strategy, size, output="numpy", **{"prefetch": 0, **options})
+def epochs_of(store, strategy, size, **options):
+    return replay_of(store, strategy, size, output="numpy", **{"prefetch": 0, **options})
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -52,7 +53,7 @@ def replay_of(store, strategy, size, **options):
 def test_every_row_is_in_each_pass_once(rows, spare, size, drop_last, shuffle, prefetch, seed):
     with make_store(rows, rows + spare) as store:
         strategy = Epochs(shuffle=shuffle, drop_last=drop_last, seed=seed)
-        with replay_of(store, strategy, size, prefetch=prefetch) as replay:
+        with epochs_of(store, strategy, size, prefetch=prefetch) as replay:
             if drop_last and rows < size:
                 with pytest.raises(NotEnoughRowsError):
                     next(iter(replay))
@@ -75,7 +76,7 @@ def test_every_row_is_in_each_pass_once(rows, spare, size, drop_last, shuffle, p
 def test_every_step_is_in_each_pass_once(lengths, size, seed):
     with make_store(len(lengths), 40, lengths) as store:
         wanted = {(tag, t) for tag, length in enumerate(lengths) for t in range(length)}
-        with replay_of(store, Epochs(over="steps", seed=seed), size, window=2) as replay:
+        with epochs_of(store, Epochs(over="steps", seed=seed), size, window=2) as replay:
             for _ in range(2):
                 seen = []
                 for batch in replay:
@@ -98,7 +99,7 @@ def test_transitions_of_a_pass_begin_at_every_step_that_has_a_later_one():
             for t in range(1, length + 1):
                 recorder.step(np.array([number * 100.0 + t]), reward=1.0, terminated=t == length, truncated=False)
                 wanted.append(number * 100.0 + t - 1)
-        with replay_of(store, Epochs(over="steps", seed=1), 16, view=gt.Transitions(n_step=2)) as replay:
+        with epochs_of(store, Epochs(over="steps", seed=1), 16, view=gt.Transitions(n_step=2)) as replay:
             seen = [value for batch in replay for value in batch["obs"].tolist()]
         assert sorted(seen) == sorted(wanted) and seen != wanted
 
@@ -126,7 +127,7 @@ def test_each_row_is_at_each_place_alike(size):
 
 
 def test_rows_that_come_later_are_of_the_next_pass_and_rows_that_go_are_counted():
-    with make_store(40, 60) as store, replay_of(store, Epochs(seed=3), 8) as replay:
+    with make_store(40, 60) as store, epochs_of(store, Epochs(seed=3), 8) as replay:
         one = iter(replay)
         seen = [*next(one)["tag"].tolist(), *next(one)["tag"].tolist()]
         keys = store.keys()
@@ -146,15 +147,15 @@ def test_rows_that_come_later_are_of_the_next_pass_and_rows_that_go_are_counted(
 def test_a_pass_is_resumed_where_it_was(drop_last):
     with make_store(50, 80) as store:
         strategy = Epochs(seed=4, drop_last=drop_last)
-        with replay_of(store, strategy, 6, prefetch=2) as one:
+        with epochs_of(store, strategy, 6, prefetch=2) as one:
             for _ in range(3):
                 one.sample()
             state = json.loads(json.dumps(one.state_dict()))
             wanted = [one.sample()["tag"].tolist() for _ in range(10)]
-        with replay_of(store, strategy, 6) as other:
+        with epochs_of(store, strategy, 6) as other:
             other.load_state_dict(state)
             assert [other.sample()["tag"].tolist() for _ in range(10)] == wanted
-        with make_store(10, 11) as small, replay_of(small, strategy, 6) as wrong:
+        with make_store(10, 11) as small, epochs_of(small, strategy, 6) as wrong:
             wrong.load_state_dict(state)
             with pytest.raises(ArgumentError, match="pass over other stores"):
                 wrong.sample()
@@ -210,7 +211,7 @@ def test_over_ranks_the_last_batch_is_kept_and_rows_or_steps_are_in_a_pass_once(
         lengths = shards[group.rank]
         with make_store(len(lengths), 12, lengths or None, first=1000 * group.rank) as store:
             options = {"group": group, "output": "numpy", "prefetch": prefetch, "window": windows}
-            with gt.Replay(store, Epochs(over=over, seed=seed), each * ranks, **options) as replay:
+            with replay_of(store, Epochs(over=over, seed=seed), each * ranks, **options) as replay:
                 passes = []
                 for _ in range(2):
                     passes.append([])
@@ -242,7 +243,7 @@ def test_a_pass_over_ranks_is_resumed_where_it_was(over):
             made = []
             state = None
             for number in range(2):
-                with gt.Replay(store, strategy, 6, prefetch=2 - number, **options) as replay:
+                with replay_of(store, strategy, 6, prefetch=2 - number, **options) as replay:
                     if state is not None:
                         replay.load_state_dict(json.loads(json.dumps(state)))
                     else:
@@ -281,7 +282,7 @@ def test_in_a_mixture_every_store_goes_on_from_pass_to_pass_by_itself(rows, size
         if group is not None:
             options["group"] = group
         try:
-            with gt.Replay(stores, mixture, batch_size, **options) as replay:
+            with replay_of(stores, mixture, batch_size, **options) as replay:
                 made = []
                 for batch in replay:
                     draw = np.arange(len(batch)) if group is None else batch.draw
@@ -338,7 +339,7 @@ def test_in_a_mixture_rows_that_are_lost_are_skipped_and_the_next_one_takes_thei
             return taken
 
     mixture = Mixture([0.5, 0.5], [Losing(seed=2), Uniform(seed=0)])
-    with store, other, replay_of([store, other], mixture, 10) as replay:
+    with store, other, epochs_of([store, other], mixture, 10) as replay:
         seen = [tag for _ in range(4) for tag in replay.sample()["tag"][:5].tolist()]
         assert len(gone) == 2 and len(set(seen)) == len(seen) == 20 and not set(seen) & set(gone)
         assert replay.stats()["skipped"][0] == 2
@@ -391,7 +392,7 @@ def test_what_makes_no_passes_is_refused():
     for bad in ({"shuffle": 1}, {"drop_last": None}, {"over": "episodes"}, {"seed": -1}):
         with pytest.raises(ArgumentError):
             Epochs(**bad)
-    with make_store(0, 4) as store, replay_of(store, Epochs(), 2) as replay, pytest.raises(EmptyStoreError):
+    with make_store(0, 4) as store, epochs_of(store, Epochs(), 2) as replay, pytest.raises(EmptyStoreError):
         replay.sample()
     with make_store(4) as store, make_store(4) as other:
         with pytest.raises(ArgumentError, match="give window= or view="):
@@ -431,7 +432,7 @@ def test_rows_that_go_between_being_taken_and_being_copied_are_replaced_or_left_
             return taken
 
     calls = []
-    with store, replay_of(store, Losing(seed=2, drop_last=drop_last), 5) as replay:
+    with store, epochs_of(store, Losing(seed=2, drop_last=drop_last), 5) as replay:
         batches = [batch["tag"].tolist() for batch in replay]
         seen = list(itertools.chain(*batches))
         assert len(gone) == 2 and len(set(seen)) == len(seen) and not set(seen) & set(gone)
@@ -447,7 +448,7 @@ def test_rows_that_go_between_being_taken_and_being_copied_are_replaced_or_left_
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_pass_whose_rest_has_gone_ends_and_the_next_one_is_whole(drop_last, prefetch):
     with make_store(12) as store:
-        with replay_of(store, Epochs(seed=0, drop_last=drop_last), 4, prefetch=prefetch) as replay:
+        with epochs_of(store, Epochs(seed=0, drop_last=drop_last), 4, prefetch=prefetch) as replay:
             seen = []
             for batch in replay:
                 seen += batch["tag"].tolist()
@@ -475,7 +476,7 @@ def test_rows_that_are_extended_are_of_a_pass_after_their_end():
         other.reset(np.zeros((4, 1)))
         steps(other, 2, ends=True)  # and four that were begun later, and are complete
         view = gt.Transitions()
-        with replay_of(store, Epochs(seed=0, over="steps"), 4, view=view) as replay:
+        with epochs_of(store, Epochs(seed=0, over="steps"), 4, view=view) as replay:
             given = 0
             for number, batch in enumerate(replay):
                 given += len(batch)
@@ -499,7 +500,7 @@ def test_rows_that_are_extended_are_of_a_pass_after_their_end():
     ids=str,
 )
 def test_a_state_that_is_none_is_refused(broken):
-    with make_store(12) as store, replay_of(store, Epochs(seed=0), 4) as replay:
+    with make_store(12) as store, epochs_of(store, Epochs(seed=0), 4) as replay:
         replay.sample()
         state = json.loads(json.dumps(replay.state_dict()))
         of_pass = state["state"][0]

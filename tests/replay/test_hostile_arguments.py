@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hostile.values import flag, number, whole
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, GeartrainError
@@ -97,7 +98,8 @@ GIVEN: dict[Any, dict[str, Any]] = {
 def test_no_parameter_is_left_out() -> None:
     for made, allowed in ALLOWED.items():
         assert set(inspect.signature(made).parameters) == set(allowed), made
-    given = set(inspect.signature(gt.Replay.__init__).parameters) - {"self", "store", "selection", "device"}
+    signatures = [inspect.signature(made).parameters for made in (gt.Replay, gt.ReplayOptions, gt.RankOptions)]
+    given = set().union(*signatures) - {"store", "selection", "device", "options"}
     assert given == {*REPLAY, "group", "mesh"}
 
 
@@ -163,10 +165,10 @@ def test_a_replay_takes_what_is_allowed_and_refuses_the_rest(store: gt.Store, pa
         except ValueError:  # an array, compared with a list
             is_allowed = False
         if is_allowed:
-            gt.Replay(store, Uniform(), **arguments).close()
+            replay_of(store, Uniform(), **arguments).close()
             continue
         with pytest.raises(ArgumentError) as refused:
-            gt.Replay(store, Uniform(), **arguments)
+            replay_of(store, Uniform(), **arguments)
         assert len(str(refused.value)) < 500, value
 
 
@@ -184,7 +186,7 @@ def test_a_replay_is_of_stores_and_strategies(store: gt.Store) -> None:
             with pytest.raises(ArgumentError):
                 gt.Replay(store, value, 2)
         with pytest.raises(ArgumentError):
-            gt.Replay(store, Uniform(), 2, mesh=object() if value is None else value)
+            replay_of(store, Uniform(), 2, mesh=object() if value is None else value)
         if value is not None:
             with pytest.raises(ArgumentError):
                 gt.Replay(store, Uniform(), 2, group=value)

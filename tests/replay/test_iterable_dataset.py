@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from replay_calls import replay_of
 
 torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # noqa: E402
@@ -64,7 +65,7 @@ def test_each_value_of_an_item_is_a_tensor_or_array_of_its_rows(
     store: gt.Store, output: Any, update_lag: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So Lightning, Accelerate and the like move, slice and send items, and tell how many rows there are."""
-    with gt.Replay(store, Prioritized(seed=1), 4, output=output, num_batches=4, update_lag=update_lag) as replay:
+    with replay_of(store, Prioritized(seed=1), 4, output=output, num_batches=4, update_lag=update_lag) as replay:
         items = list(gt.ReplayDataset(replay))
         for item in items:
             assert type(item) is dict
@@ -82,7 +83,7 @@ def test_each_value_of_an_item_is_a_tensor_or_array_of_its_rows(
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_what_a_transform_returns_goes_through_a_loader(store: gt.Store, prefetch: int) -> None:
     def loaded(transform: Callable[[gt.Batch], Any]) -> list[Any]:
-        with gt.Replay(store, Uniform(seed=1), 4, num_batches=2, prefetch=prefetch, transform=transform) as replay:
+        with replay_of(store, Uniform(seed=1), 4, num_batches=2, prefetch=prefetch, transform=transform) as replay:
             return list(DataLoader(gt.ReplayDataset(replay), batch_size=None))
 
     for item in loaded(lambda batch: {"sum": batch["x"].sum((1, 2)), "keys": batch.keys}):

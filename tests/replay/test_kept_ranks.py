@@ -13,6 +13,7 @@ import packed_rows
 import pytest
 from deadlines import patience
 from packed_rows import over_ranks
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import NotEnoughRowsError
@@ -68,7 +69,7 @@ def kept(
             "balance": "tokens",
             **options,
         }
-        with gt.Replay(stores[rank.rank % len(stores)], selection, B, **given) as replay:
+        with replay_of(stores[rank.rank % len(stores)], selection, B, **given) as replay:
             if state is not None:
                 replay.load_state_dict(json.loads(json.dumps(state)))
             found: list[Any] = []
@@ -158,7 +159,7 @@ def test_kept_rows_alone_that_stop_ranks_are_named_on_all_of_them(shards: Make) 
 
     def body(rank: ThreadRankGroup) -> None:
         options: dict[str, Any] = {"group": rank, "keep": "saved", "timeout_s": patience(20), "prefetch": 0}
-        with stores[rank.rank].expect_writers(), gt.Replay(stores[rank.rank], Fifo(), B, **options) as replay:
+        with stores[rank.rank].expect_writers(), replay_of(stores[rank.rank], Fifo(), B, **options) as replay:
             for _ in range(N // B):
                 replay.sample()
             with pytest.raises(NotEnoughRowsError, match=r"no other row can come: saved was not called yet; .*; saved"):

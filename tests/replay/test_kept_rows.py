@@ -20,6 +20,7 @@ import grpo
 import numpy as np
 import pytest
 from deadlines import patience
+from replay_calls import replay_of
 from segments import Pipe, kill, wait_for
 
 import geartrain as gt
@@ -51,7 +52,7 @@ def work(store: gt.Store, n: int = 64) -> None:
 
 def kept(store: gt.Store, **options: Any) -> gt.Replay:
     given = {"prefetch": 0, "timeout_s": patience(20), "keep": "saved", **options}
-    return gt.Replay(store, given.pop("selection", Uniform(seed=3, replacement=False)), given.pop("n", 4), **given)
+    return replay_of(store, given.pop("selection", Uniform(seed=3, replacement=False)), given.pop("n", 4), **given)
 
 
 def print_of(batch: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, RanksDisagreeError, StaleKeyError
@@ -77,7 +78,7 @@ def test_rows_of_a_mixture_are_fetched_and_changed_in_their_own_stores(
 ) -> None:
     stores = [make_store(0), make_store(100)]
     mixture = Mixture([1, 1], [Prioritized(), Uniform()])
-    with gt.Replay(stores, mixture, 6, window=3, seed=1, prefetch=prefetch, output="numpy") as replay:
+    with replay_of(stores, mixture, 6, window=3, seed=1, prefetch=prefetch, output="numpy") as replay:
         batch = replay.sample()
         labels = batch["label"]
         with pytest.raises(ArgumentError, match="3 of 6 keys belong to another store"):
@@ -110,7 +111,7 @@ def test_rows_of_a_mixture_are_fetched_and_changed_in_their_own_stores(
         with pytest.raises(ArgumentError, match="there are 2 stores"):
             gt.fetch(stores, by_hand)
     # In a replay over the same stores in another order the keys' numbers are others; their stores are not.
-    with gt.Replay(stores[::-1], mixture, 6, window=3, seed=1, output="numpy") as reversed_replay:
+    with replay_of(stores[::-1], mixture, 6, window=3, seed=1, output="numpy") as reversed_replay:
         assert reversed_replay.update_priorities(batch.keys, 7.0) == 0
         for store in stores:
             assert {label for label, value in priorities(store).items() if value == 7.0} == {

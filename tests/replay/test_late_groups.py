@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from deadlines import patience
+from replay_calls import replay_of
 
 import geartrain as gt
 import geartrain.replay.distributed.draw as draw
@@ -111,7 +112,7 @@ def groups_in(batch: Any) -> list[tuple[int, int, int]]:
 
 def batches_of(store: gt.Store, selection: Any, batch_size: int, count: int = 1, **options: Any) -> list[Any]:
     settings = {"output": "numpy", "prefetch": 0, **options}
-    with gt.Replay(store, selection, batch_size, **settings) as replay:
+    with replay_of(store, selection, batch_size, **settings) as replay:
         return [replay.sample() for _ in range(count)]
 
 
@@ -251,7 +252,7 @@ def test_a_device_gets_late_groups_staged(make_store: Any, clock: Any, packed: b
     device = SimulatedDevice(0)
     (expected,) = batches_of(store, selection, 32, pad="right")
     options = gt.DeviceOptions(device, packed=packed)
-    with gt.Replay(store, selection, 32, pad="right", device=options) as replay:
+    with replay_of(store, selection, 32, pad="right", device=options) as replay:
         batch = replay.sample()
         device.finish()
         assert replay.describe()[0]["path"] == "staged"
@@ -305,7 +306,7 @@ def test_what_a_store_cannot_group_by_is_refused_when_the_replay_is_made(
     make_store: Any, selection: Any, options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
-        gt.Replay(make_store(), selection, 8, **options)
+        replay_of(make_store(), selection, 8, **options)
 
 
 def test_rows_of_arrays_are_never_late() -> None:
@@ -358,7 +359,7 @@ def test_a_wait_for_groups_ends_when_the_replay_is_closed(make_store: Any, prefe
     store = make_store()
     insert_all(store, [(5, 0, 3)])
     with store.expect_writers():
-        replay = gt.Replay(store, GroupSampling("prompt", SIZE), 4, prefetch=prefetch, timeout_s=600.0)
+        replay = replay_of(store, GroupSampling("prompt", SIZE), 4, prefetch=prefetch, timeout_s=600.0)
         timer = threading.Timer(0.2, replay.close)
         timer.start()
         with pytest.raises(gt.errors.GeartrainError):
@@ -392,7 +393,7 @@ def over_ranks(stores: list[gt.Store], ranks: int, selection: Any, n: int, batch
     settings = {"output": "numpy", "prefetch": 0, "num_batches": batches, **options}
 
     def body(rank: ThreadRankGroup) -> list[Any]:
-        with gt.Replay(stores[rank.rank % len(stores)], selection, n, group=rank, **settings) as replay:
+        with replay_of(stores[rank.rank % len(stores)], selection, n, group=rank, **settings) as replay:
             # None is kept, so that all are in recycled memory.
             return [list(zip(batch.draw[::SIZE].tolist(), groups_in(batch), strict=True)) for batch in replay]
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tagged
 from deadlines import patience
+from replay_calls import replay_of
 
 import geartrain as gt
 import geartrain._native as _native
@@ -211,7 +212,7 @@ def test_rows_that_are_overwritten_meanwhile_are_never_returned(strategy: Any) -
     writer = threading.Thread(target=overwrite)
     writer.start()
     try:
-        with gt.Replay(store, strategy, 16, prefetch=0, output="numpy", timeout_s=patience(30)) as replay:
+        with replay_of(store, strategy, 16, prefetch=0, output="numpy", timeout_s=patience(30)) as replay:
             for _ in range(300):
                 batch = replay.sample()
                 assert tagged.mixed(batch) == []
@@ -335,8 +336,8 @@ def test_tensors_are_the_arrays_and_hold_the_memory_until_the_last_is_dropped() 
         options = {"window": 2, "prefetch": 0}
         strategy = Prioritized(seed=3, beta=0.5)
         with (
-            gt.Replay(store, strategy, 16, **options) as replay,
-            gt.Replay(store, strategy, 16, fields=names[:-1], output="numpy", **options) as other,
+            replay_of(store, strategy, 16, **options) as replay,
+            replay_of(store, strategy, 16, fields=names[:-1], output="numpy", **options) as other,
         ):
             batch, expected = replay.sample(), other.sample()
             for name in names:
@@ -477,7 +478,7 @@ def test_a_dropped_batch_is_recycled_though_its_priorities_were_updated(update_l
     with gt.Store.create({"x": gt.Field((256,), "float32", per_row=True)}, max_length=1, capacity=64) as store:
         store.insert({"x": np.zeros((64, 256), np.float32)})
         strategy = gt.selection.Prioritized(seed=0)
-        with gt.Replay(store, strategy, 32, prefetch=0, output="numpy", update_lag=update_lag) as replay:
+        with replay_of(store, strategy, 32, prefetch=0, output="numpy", update_lag=update_lag) as replay:
             places = set()
             for _ in range(6):
                 batch = replay.sample()

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, FieldError, RanksDisagreeError, SchemaError
@@ -103,7 +104,7 @@ def compare(seed, rounds):
             if not wanted:
                 continue
             options = {"window": windows, "output": "numpy"}
-            with gt.Replay(store, Epochs(seed=1, over="steps"), 32, **options) as replay:
+            with replay_of(store, Epochs(seed=1, over="steps"), 32, **options) as replay:
                 found = Counter(step for batch in replay for step in made.check(batch, windows))
             assert found == dict.fromkeys(wanted, 1)  # each once, and none that lacks a step
             selections = [Uniform(seed=2, over="steps")]
@@ -111,7 +112,7 @@ def compare(seed, rounds):
                 [Prioritized(seed=2)] if per_step else [] if shared else [Prioritized(seed=2), Uniform(seed=3)]
             )
             for selection in selections:
-                with gt.Replay(store, selection, 32, **options) as replay:
+                with replay_of(store, selection, 32, **options) as replay:
                     batch = replay.sample()
                     assert set(made.check(batch, windows)) <= wanted
                     if per_step:
@@ -227,7 +228,7 @@ OPTIONS = [
 @pytest.mark.parametrize("one_host", [False, True], ids=["hosts", "host"])
 def test_two_ranks_have_the_batches_of_one(options, selection, more, one_host):
     options = {"output": "numpy", "num_batches": 3, **options}
-    with Rows(np.random.default_rng(4), 40).store as whole, gt.Replay(whole, selection, 24, **options) as replay:
+    with Rows(np.random.default_rng(4), 40).store as whole, replay_of(whole, selection, 24, **options) as replay:
         alone = [as_record(batch) for batch in replay]
     stores = []
     with Rows(np.random.default_rng(4), 40).store as whole:
@@ -238,7 +239,7 @@ def test_two_ranks_have_the_batches_of_one(options, selection, more, one_host):
             stores[-1].insert(dict(rows.fields), lengths=rows.length)
 
     def body(rank):
-        with gt.Replay(stores[rank.rank], selection, 24, group=rank, **options, **more) as replay:
+        with replay_of(stores[rank.rank], selection, 24, group=rank, **options, **more) as replay:
             return list(replay)
 
     parts = run_ranks(ThreadRankGroup.make(2, one_host=one_host), body)
@@ -256,12 +257,12 @@ def test_stages_of_a_pipeline_have_the_steps_of_their_own_fields():
     windows = gt.Windows(offsets=CHUNKS)
     options = {"window": windows, "output": "numpy", "num_batches": 2}
     with Rows(np.random.default_rng(4), 20).store as store:
-        with gt.Replay(store, Uniform(seed=5), 12, **options) as replay:
+        with replay_of(store, Uniform(seed=5), 12, **options) as replay:
             alone = list(replay)
 
         def body(rank):
             place, stages = MeshPosition(0, rank.rank, 0, 1, 2, 1), {"inputs": ["frame", "at"], "targets": ["action"]}
-            with gt.Replay(store, Uniform(seed=5), 12, group=rank, mesh=place, **stages, **options) as replay:
+            with replay_of(store, Uniform(seed=5), 12, group=rank, mesh=place, **stages, **options) as replay:
                 return list(replay)
 
         for expected, head, tail in zip(alone, *run_ranks(2, body), strict=True):
@@ -274,7 +275,7 @@ def test_stages_of_a_pipeline_have_the_steps_of_their_own_fields():
 def test_ranks_that_disagree_on_steps_of_fields_are_told():
     def body(rank, options):
         with Rows(np.random.default_rng(0), 4).store as store, pytest.raises(RanksDisagreeError, match=options[2]):
-            gt.Replay(store, Uniform(seed=0), 2, group=rank, **options[rank.rank])
+            replay_of(store, Uniform(seed=0), 2, group=rank, **options[rank.rank])
 
     windows = [{"window": gt.Windows(offsets={"action": [0, k]})} for k in (2, 3)]
     run_ranks(2, lambda rank: body(rank, [*windows, "window"]))
@@ -287,7 +288,7 @@ def test_stores_of_a_mixture_may_number_their_fields_differently(options):
     one, other = Rows(rng, 20), Rows(rng, 20, fields=dict(reversed(FIELDS.items())))
     mixture = Mixture([0.5, 0.5], [Uniform(seed=0), Uniform(seed=1)])
     with one.store, other.store:
-        with gt.Replay([one.store, other.store], mixture, 16, output="numpy", **options) as replay:
+        with replay_of([one.store, other.store], mixture, 16, output="numpy", **options) as replay:
             batch = replay.sample()
         for number, rows in enumerate((one, other)):
             here = np.flatnonzero(batch.keys.shard == number)
@@ -318,9 +319,9 @@ def test_batches_on_a_device_are_staged_and_those_of_the_host(options, ranks):
             device = SimulatedDevice(0 if rank is None else rank.rank)
             on_device = DeviceOptions(device, convert=convert)
             chosen = {"num_batches": 3, **options, **group}
-            with gt.Replay(store, Uniform(seed=1), 8, **chosen) as replay:
+            with replay_of(store, Uniform(seed=1), 8, **chosen) as replay:
                 expected = list(replay)
-            with gt.Replay(store, Uniform(seed=1), 8, device=on_device, **chosen) as replay:
+            with replay_of(store, Uniform(seed=1), 8, device=on_device, **chosen) as replay:
                 assert replay.describe()[0]["path"] == "staged"
                 for host, landed in zip(expected, replay, strict=True):
                     device.finish()
@@ -333,7 +334,7 @@ def test_batches_on_a_device_are_staged_and_those_of_the_host(options, ranks):
                     assert torch.equal(landed.mask.cpu(), host.mask)
             for path in ("gather", "copy") if rank is None else ():
                 with pytest.raises(ArgumentError, match="path='staged'"):
-                    gt.Replay(store, Uniform(), 2, device=DeviceOptions(device, path=path), **options)
+                    replay_of(store, Uniform(), 2, device=DeviceOptions(device, path=path), **options)
 
     if ranks:
         run_ranks(ranks, body)
@@ -354,8 +355,8 @@ def test_packed_windows_have_no_gaps():
         packed = DeviceOptions(device, packed=True)
         options = {"window": 4, "first_only": ["at"], "num_batches": 1}
         with (
-            gt.Replay(store, Uniform(seed=1), 8, **options) as plain,
-            gt.Replay(store, Uniform(seed=1), 8, device=packed, **options) as replay,
+            replay_of(store, Uniform(seed=1), 8, **options) as plain,
+            replay_of(store, Uniform(seed=1), 8, device=packed, **options) as replay,
         ):
             host, landed = plain.sample(), replay.sample()
             device.finish()
@@ -407,8 +408,8 @@ def test_fields_may_have_the_first_step_of_their_window_alone(window, pad, share
     options = {"window": window, "pad": pad, "output": "numpy"}
     with made.store as store:
         with (
-            gt.Replay(store, Uniform(seed=0, over="steps"), 64, first_only=["frame", "at"], **options) as some,
-            gt.Replay(store, Uniform(seed=0, over="steps"), 64, **options) as every,
+            replay_of(store, Uniform(seed=0, over="steps"), 64, first_only=["frame", "at"], **options) as some,
+            replay_of(store, Uniform(seed=0, over="steps"), 64, **options) as every,
         ):
             first, whole = some.sample(), every.sample()
         assert first["at"].shape == (64,) and first["frame"].shape == (64, 2)
@@ -483,7 +484,7 @@ def test_offsets_leave_no_choice_of_length_and_anchor(options):
 )
 def test_a_replay_refuses_steps_that_fields_cannot_have(options, says):
     with Rows(np.random.default_rng(0), 8).store as store, pytest.raises((ArgumentError, FieldError), match=says):
-        gt.Replay(store, Uniform(seed=0), 4, **options)
+        replay_of(store, Uniform(seed=0), 4, **options)
 
 
 def test_windows_with_offsets_are_values():

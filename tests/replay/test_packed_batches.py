@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from deadlines import patience
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError
@@ -53,7 +54,7 @@ def test_every_row_is_drawn_once_whole_and_freed_with_its_spans(store: gt.Store,
     free = store.stats()["span_bytes"]
     store.finish()
     seen: list[int] = []
-    with gt.Replay(store, strategy, 4, prefetch=prefetch, timeout_s=patience(20)) as replay:
+    with replay_of(store, strategy, 4, prefetch=prefetch, timeout_s=patience(20)) as replay:
         for batch in replay:
             seen += grpo.check(batch)
             assert len(batch) == 4 and len(batch.keys) == 4 and batch.mask is None
@@ -80,7 +81,7 @@ def test_fifo_passes_over_no_row_that_was_finished_late(store: gt.Store) -> None
 def test_iteration_ends_after_the_full_batches_once_no_row_can_come(store: gt.Store) -> None:
     grpo.insert(store, range(5))
     store.finish()
-    with store.expect_writers(), gt.Replay(store, Fifo(), 2, timeout_s=patience(20)) as replay:
+    with store.expect_writers(), replay_of(store, Fifo(), 2, timeout_s=patience(20)) as replay:
         worker = threading.Timer(0.1, work, [store])
         worker.start()
         assert [grpo.check(batch) for batch in replay] == [[0, 1], [2, 3]]
@@ -99,7 +100,7 @@ def test_rows_that_are_dropped_end_a_wait_for_them(store: gt.Store) -> None:
         with store.claim("answer", 1) as claim:
             claim.drop()
 
-    with store.expect_writers(), gt.Replay(store, Fifo(), 2, timeout_s=patience(20), prefetch=0) as replay:
+    with store.expect_writers(), replay_of(store, Fifo(), 2, timeout_s=patience(20), prefetch=0) as replay:
         batches = iter(replay)
         assert grpo.check(next(batches)) == [0, 1]
         late = threading.Timer(0.1, drop)
@@ -111,7 +112,7 @@ def test_rows_that_are_dropped_end_a_wait_for_them(store: gt.Store) -> None:
 def test_without_finish_too_few_rows_are_an_error_at_once(store: gt.Store) -> None:
     finish(store, range(3))
     with (
-        gt.Replay(store, Fifo(), 4, timeout_s=patience(20)) as replay,
+        replay_of(store, Fifo(), 4, timeout_s=patience(20)) as replay,
         pytest.raises(NotEnoughRowsError, match="has 3"),
     ):
         next(iter(replay))
@@ -119,7 +120,7 @@ def test_without_finish_too_few_rows_are_an_error_at_once(store: gt.Store) -> No
 
 def test_metadata_fields_transform_and_devices_of_a_batch(store: gt.Store) -> None:
     keys = finish(store, range(4))
-    with gt.Replay(
+    with replay_of(
         store,
         Prioritized(beta=1.0, seed=0),
         4,
@@ -173,7 +174,7 @@ def test_stores_with_axes_alone_are_drawn_from_again_and_again() -> None:
 )
 def test_options_that_such_stores_do_not_have_are_refused(store: gt.Store, options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=r"axes, strings or tasks.*takes no"):
-        gt.Replay(store, Fifo(), 2, **options)
+        replay_of(store, Fifo(), 2, **options)
 
 
 def test_strategies_over_steps_and_mixtures_are_refused(store: gt.Store) -> None:
@@ -187,7 +188,7 @@ def test_strategies_over_steps_and_mixtures_are_refused(store: gt.Store) -> None
 
 _LEARNER = """
 import sys, grpo, geartrain as gt
-with grpo.new_store(sys.argv[1]) as store, gt.Replay(store, gt.selection.Fifo(), 4, timeout_s=60) as replay:
+with grpo.new_store(sys.argv[1]) as store, gt.Replay(store, gt.selection.Fifo(), 4) as replay:
     print("open", flush=True)
     print(*(number for batch in replay for number in grpo.check(batch)))
 """

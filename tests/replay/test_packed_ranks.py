@@ -15,6 +15,7 @@ import packed_rows
 import pytest
 from deadlines import patience
 from packed_rows import joined, over_ranks, rows_of
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError, PeerLostError, SchemaError, WaitTimeoutError
@@ -197,7 +198,7 @@ def test_priorities_go_to_the_rows_shards(axes_stores: Make) -> None:
 
         def body(rank: ThreadRankGroup, stores: Any = stores) -> list[gt.Batch]:
             options: dict[str, Any] = {"group": rank, "output": "numpy", "num_batches": 4, "prefetch": 1}
-            with gt.Replay(stores[rank.rank % len(stores)], Prioritized(seed=1), B, **options) as replay:
+            with replay_of(stores[rank.rank % len(stores)], Prioritized(seed=1), B, **options) as replay:
                 found = []
                 for batch in replay:
                     replay.update_priorities(batch.keys, batch["id"] % 7)
@@ -222,7 +223,7 @@ def test_iterations_end_on_all_ranks_alike_once_all_shards_are_finished(task_sto
         stores[1].finish()
 
     def body(rank: ThreadRankGroup) -> list[list[int]]:
-        with gt.Replay(stores[rank.rank], Fifo(), 6, group=rank, timeout_s=patience(20)) as replay:
+        with replay_of(stores[rank.rank], Fifo(), 6, group=rank, timeout_s=patience(20)) as replay:
             found = [grpo.check(batch) for batch in replay]
             with pytest.raises(NotEnoughRowsError, match=r"finish\(\) was called for all shards.*6.*2 can be drawn"):
                 replay.sample()
@@ -242,7 +243,7 @@ def test_a_wait_tells_which_task_of_which_shard_lags(task_stores: Make) -> None:
 
     def body(rank: ThreadRankGroup) -> None:
         with (
-            gt.Replay(stores[rank.rank], Fifo(), 4, group=rank, timeout_s=0.2) as replay,
+            replay_of(stores[rank.rank], Fifo(), 4, group=rank, timeout_s=0.2) as replay,
             pytest.raises(
                 WaitTimeoutError, match=rf"{stores[1].name}.*'re(ward|f)' lags by 4 rows, 4 due and 0 claimed"
             ),
@@ -253,7 +254,7 @@ def test_a_wait_tells_which_task_of_which_shard_lags(task_stores: Make) -> None:
         run_ranks(2, body)
     with (
         stores[0].expect_writers(),
-        gt.Replay(stores[0], Fifo(), 4, timeout_s=0.2) as replay,
+        replay_of(stores[0], Fifo(), 4, timeout_s=0.2) as replay,
         pytest.raises(WaitTimeoutError, match=r"'re(ward|f)' lags by 4 rows"),  # as on one host
     ):
         replay.sample()
@@ -370,7 +371,7 @@ def test_rows_of_a_global_batch_are_in_flight_on_their_shards_until_it_is_finish
         return sum(store.stats()["in_flight"] for store in stores)
 
     def body(rank: ThreadRankGroup) -> None:
-        with gt.Replay(
+        with replay_of(
             stores[rank.rank % 2], Uniform(seed=1), B, group=rank, prefetch=prefetch, num_batches=3,
             timeout_s=patience(20),
         ) as replay:  # fmt: skip
@@ -387,7 +388,7 @@ def test_rows_of_a_global_batch_are_in_flight_on_their_shards_until_it_is_finish
 
     def refused(rank: ThreadRankGroup) -> None:
         with pytest.raises(ArgumentError, match=f"lets {B - 2} rows be in flight, and a batch that needs {B}"):
-            gt.Replay(stores[rank.rank % 2], Uniform(seed=1), B, group=rank, timeout_s=patience(20))
+            replay_of(stores[rank.rank % 2], Uniform(seed=1), B, group=rank, timeout_s=patience(20))
 
     run_ranks(ThreadRankGroup.make(4), refused)
 
@@ -423,7 +424,7 @@ def test_a_rank_that_fails_is_an_error_on_all_others(task_stores: Make) -> None:
     raised = []
 
     def body(rank: ThreadRankGroup) -> None:
-        with gt.Replay(stores[rank.rank % 2], Fifo(), 8, group=rank, timeout_s=patience(20)) as replay:
+        with replay_of(stores[rank.rank % 2], Fifo(), 8, group=rank, timeout_s=patience(20)) as replay:
             try:
                 list(replay)
             except PeerLostError as error:
@@ -444,17 +445,17 @@ def test_what_ranks_do_not_take_is_refused(axes_stores: Make) -> None:
             ({"update_lag": 3}, ArgumentError, "takes no update_lag"),
         ):
             with pytest.raises(error, match=text):
-                gt.Replay(store, Fifo(), 4, group=rank, **options)
+                replay_of(store, Fifo(), 4, group=rank, **options)
         if rank.rank == 0:  # the ranks would have other rows each
             with pytest.raises(gt.errors.RanksDisagreeError, match="balance"):
-                gt.Replay(store, Fifo(), 4, group=rank, balance="tokens")
+                replay_of(store, Fifo(), 4, group=rank, balance="tokens")
         else:
             with pytest.raises(gt.errors.RanksDisagreeError, match="balance"):
-                gt.Replay(store, Fifo(), 4, group=rank, balance="prompt")
+                replay_of(store, Fifo(), 4, group=rank, balance="prompt")
 
     run_ranks(2, body)
     with (
         gt.Store.create({"x": gt.Field((), "float32", per_row=True)}, capacity=4) as plain,
         pytest.raises(ArgumentError, match="no axes"),
     ):
-        gt.Replay(plain, Uniform(), 2, balance="x")
+        replay_of(plain, Uniform(), 2, balance="x")

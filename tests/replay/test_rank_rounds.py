@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rank_batches import B, join, same
 from recorded_shards import Episodes
+from replay_calls import replay_of
 
 import geartrain as gt
 import geartrain.replay.distributed.draw as draw
@@ -73,7 +74,7 @@ def rounds_of(
     def body(rank: Any) -> list[list[Round]]:
         store, found = stores[rank.rank % len(stores)], []
         settings: dict[str, Any] = {"output": "numpy", "prefetch": 0, "num_batches": BATCHES, **options}
-        with gt.Replay(store, selection, B, group=rank, **settings) as replay:
+        with replay_of(store, selection, B, group=rank, **settings) as replay:
             rank.rounds.clear()
             for batch in replay:
                 found.append(list(rank.rounds))
@@ -199,7 +200,7 @@ def test_a_group_of_one_makes_the_batches_of_two_by_one_native_call_each(
     def body(rank: ThreadRankGroup) -> tuple[list[gt.Batch], dict[str, Any]]:
         found = []
         options = {"window": 4, "output": "numpy", "num_batches": 6, "prefetch": prefetch}
-        with gt.Replay(stores[rank.rank], selection, B, group=rank, **options) as replay:
+        with replay_of(stores[rank.rank], selection, B, group=rank, **options) as replay:
             for batch in replay:
                 found.append(batch)
                 # Rows that were drawn twice: the later draw's priority holds, whatever the order they are given in.

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from deadlines import patience
 from rank_batches import FIELDS, STEPS, B, N, as_record, check, insert, join, over_ranks, rows, same
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError
@@ -89,7 +90,7 @@ def test_ordered_gives_rank_i_the_ith_slice(
 ) -> None:
     def body(rank: ThreadRankGroup) -> None:
         options = {"assignment": "ordered", "window": 4, "output": "numpy", "num_batches": 2, "group": rank}
-        with gt.Replay(stores[rank.rank], selection, B, **options) as replay:
+        with replay_of(stores[rank.rank], selection, B, **options) as replay:
             for batch in replay:
                 check(batch)
                 assert batch.draw.tolist() == list(range(rank.rank * B // ranks, (rank.rank + 1) * B // ranks))
@@ -142,7 +143,7 @@ def test_rows_with_a_limit_on_samples_are_all_used_and_never_more_often(store_na
         def body(rank: ThreadRankGroup, stores: Any = stores) -> tuple[list[int], list[gt.Batch]]:
             seen: list[int] = []
             options = {"window": 4, "output": "numpy", "group": rank, "prefetch": 0}
-            with gt.Replay(stores[rank.rank % len(stores)], Uniform(seed=1), 40, **options) as replay:
+            with replay_of(stores[rank.rank % len(stores)], Uniform(seed=1), 40, **options) as replay:
                 for _ in range(N // 40):
                     batch = replay.sample()
                     check(batch)
@@ -177,7 +178,7 @@ def test_a_mixture_with_groups_fills_replicas_with_whole_groups(sharded_stores: 
 
     def refused(rank: ThreadRankGroup) -> None:
         with pytest.raises(ArgumentError, match="would cut groups"):
-            gt.Replay(stores[rank.rank], selection, 24, group=rank, assignment="ordered")
+            replay_of(stores[rank.rank], selection, 24, group=rank, assignment="ordered")
 
     run_ranks(2, refused)
 
@@ -197,7 +198,7 @@ def test_heads_get_inputs_tails_targets_and_the_middle_nothing(
     def body(rank: ThreadRankGroup) -> tuple[MeshPosition, list[gt.Batch], dict[str, float]]:
         at = rank.rank
         place = MeshPosition(at // tp % dp, at // tp // dp, at % tp, dp, pp, tp)
-        with gt.Replay(
+        with replay_of(
             stores[at % shards],
             Prioritized(seed=4, beta=0.5),
             B,
@@ -263,7 +264,7 @@ def test_a_mixture_over_ranks_makes_the_batches_of_one_process(
 
         def body(rank: ThreadRankGroup, stores: Any = stores) -> list[gt.Batch]:
             options = {"window": 4, "output": "numpy", "num_batches": 3, "group": rank}
-            with gt.Replay(stores[rank.rank], selection(), B, **options) as replay:
+            with replay_of(stores[rank.rank], selection(), B, **options) as replay:
                 made = []
                 for batch in replay:
                     check(batch)
@@ -311,7 +312,7 @@ def test_no_torn_row_arrives_while_every_shard_is_overwritten(store_name: Callab
 
         def body(rank: ThreadRankGroup) -> float:
             options = {"window": 4, "output": "numpy", "group": rank, "min_rows": 1}
-            with gt.Replay(stores[rank.rank % shards], selection, 16, **options) as replay:
+            with replay_of(stores[rank.rank % shards], selection, 16, **options) as replay:
                 checked = 0
                 while checked < 60:
                     try:
@@ -337,7 +338,7 @@ def test_rows_that_join_a_shard_are_drawn_from_the_next_batch_on(sharded_stores:
 
     def body(rank: ThreadRankGroup) -> set[int]:
         options = {"window": 4, "output": "numpy", "group": rank, "prefetch": 0}
-        with gt.Replay(stores[rank.rank], Lifo(), 12, **options) as replay:
+        with replay_of(stores[rank.rank], Lifo(), 12, **options) as replay:
             replay.sample()
             if rank.rank == 1:
                 stores[1].native.advance_sequence(1000)

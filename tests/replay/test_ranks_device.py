@@ -15,6 +15,7 @@ import tagged
 from deadlines import patience
 from device_batches import check_same
 from interpreter import interpreted
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, PinError, RanksDisagreeError
@@ -88,8 +89,8 @@ def compare(
         chosen = options(device)
         mesh = {} if place is None else {"mesh": place(rank)}
         with (
-            gt.Replay(store, selection, B, group=pair[0], **mesh, **settings) as slow,
-            gt.Replay(store, selection, B, group=pair[1], device=chosen, **mesh, **settings) as fast,
+            replay_of(store, selection, B, group=pair[0], **mesh, **settings) as slow,
+            replay_of(store, selection, B, group=pair[1], device=chosen, **mesh, **settings) as fast,
         ):
             for host, landed in zip(slow, fast, strict=True):
                 device.finish()
@@ -201,7 +202,7 @@ def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], s
         settings = {"window": 9, "assignment": "ordered", "group": rank}
         with (
             gt.Store.open(stores[rank.rank % 2].name) as store,
-            gt.Replay(store, Uniform(seed=1), 24, device=options, **settings) as fast,
+            replay_of(store, Uniform(seed=1), 24, device=options, **settings) as fast,
         ):
             for batches in range(200):
                 batch = fast.sample()
@@ -245,8 +246,8 @@ def test_work_of_the_consumer_waits_on_its_stream_and_memory_is_used_again(
         addresses = set()
         with (
             gt.Store.open(shards[rank]) as store,
-            gt.Replay(store, Uniform(seed=1), B, group=pair[0], **settings) as slow,
-            gt.Replay(store, Uniform(seed=1), B, group=pair[1], device=DeviceOptions(device), **settings) as fast,
+            replay_of(store, Uniform(seed=1), B, group=pair[0], **settings) as slow,
+            replay_of(store, Uniform(seed=1), B, group=pair[1], device=DeviceOptions(device), **settings) as fast,
         ):
             for batch in fast:
                 total = torch.zeros(())
@@ -293,7 +294,7 @@ def test_what_does_not_fit_is_refused_at_the_door(make_shards: Callable[..., lis
             (rank,) = ThreadRankGroup.make(1)
             chosen = DeviceOptions(SimulatedDevice(1), **options)
             with pytest.raises(error, match=message):
-                gt.Replay(store, Uniform(seed=1), 8, group=rank, device=chosen, **settings)
+                replay_of(store, Uniform(seed=1), 8, group=rank, device=chosen, **settings)
     with pytest.raises(ArgumentError, match="exchange is one of 'host', 'nccl'"):
         DeviceOptions(exchange="mpi")  # type: ignore[arg-type]
 
@@ -301,7 +302,7 @@ def test_what_does_not_fit_is_refused_at_the_door(make_shards: Callable[..., lis
         place = MeshPosition(tp=rank.rank, dp_size=1, tp_size=2)
         options = DeviceOptions(SimulatedDevice(1), path="gather")
         with gt.Store.open(names[0]) as store, pytest.raises(ArgumentError, match="tensor parallelism"):
-            gt.Replay(store, Uniform(seed=1), 8, group=rank, mesh=place, device=options)
+            replay_of(store, Uniform(seed=1), 8, group=rank, mesh=place, device=options)
 
     run_ranks(2, peers)
 
@@ -330,8 +331,8 @@ def test_some_ranks_may_be_without_a_device(make_shards: Callable[..., list[str]
         settings = {"window": 7, "num_batches": 3, "assignment": "ordered"}
         with (
             gt.Store.open(shards[rank]) as store,
-            gt.Replay(store, Uniform(seed=1), B, group=pair[0], **settings) as slow,
-            gt.Replay(store, Uniform(seed=1), B, group=pair[1], device=options, **settings) as fast,
+            replay_of(store, Uniform(seed=1), B, group=pair[0], **settings) as slow,
+            replay_of(store, Uniform(seed=1), B, group=pair[1], device=options, **settings) as fast,
         ):
             for host, landed in zip(slow, fast, strict=True):
                 device.finish()

@@ -15,6 +15,7 @@ import preloaded
 import pytest
 from deadlines import patience
 from rank_batches import FIELDS, STEPS, B, insert, rows
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import (
@@ -125,7 +126,7 @@ def test_ranks_wait_together_for_the_writers_that_one_of_them_expects(
     def body(rank: ThreadRankGroup) -> None:
         store = stores[rank.rank]
         options: dict[str, Any] = {"timeout_s": patience(30), "prefetch": 0, "update_lag": lag or None, **least}
-        with gt.Replay(store, selection, 4, group=rank, **options) as replay:
+        with replay_of(store, selection, 4, group=rank, **options) as replay:
             with pytest.raises(NotEnoughRowsError, match="no rank expects writers"):
                 replay.sample()
             both.wait()
@@ -159,10 +160,10 @@ def test_ranks_end_a_wait_for_rows_together(store_name: Callable[[], str], ranks
 
     def body(rank: ThreadRankGroup) -> None:
         limit_s = 0.3 if rank.rank == 0 else patience(30)  # whose clock runs out first
-        with gt.Replay(stores[rank.rank], Uniform(), 4, group=rank, timeout_s=limit_s) as replay:
+        with replay_of(stores[rank.rank], Uniform(), 4, group=rank, timeout_s=limit_s) as replay:
             with pytest.raises(WaitTimeoutError, match="too few rows within"):
                 replay.sample()
-        with gt.Replay(stores[rank.rank], Uniform(), 4, group=rank, timeout_s=patience(30)) as replay:
+        with replay_of(stores[rank.rank], Uniform(), 4, group=rank, timeout_s=patience(30)) as replay:
             began_s = time.monotonic()
             if rank.rank == 0:
                 closing = threading.Timer(0.3, replay.close)
@@ -200,7 +201,7 @@ def test_ranks_that_disagree_are_told_so(
     def body(rank: ThreadRankGroup) -> None:
         settings: dict[str, Any] = {"selection": Prioritized(), "batch_size": 48, "window": 4, "group": rank}
         with pytest.raises(RanksDisagreeError, match=message):
-            gt.Replay(stores[rank.rank], **(settings | (changed if rank.rank else {})))
+            replay_of(stores[rank.rank], **(settings | (changed if rank.rank else {})))
 
     run_ranks(2, body)
 
@@ -300,7 +301,7 @@ def test_what_cannot_be_shared_out_is_refused_at_the_door(sharded_stores: Callab
     def refused(message: str, **settings: Any) -> None:
         def body(rank: ThreadRankGroup) -> None:
             with pytest.raises(ArgumentError, match=message):
-                gt.Replay(stores[rank.rank], **({"selection": Uniform(), "batch_size": 48, "group": rank} | settings))
+                replay_of(stores[rank.rank], **({"selection": Uniform(), "batch_size": 48, "group": rank} | settings))
 
         run_ranks(2, body)
 
@@ -308,7 +309,7 @@ def test_what_cannot_be_shared_out_is_refused_at_the_door(sharded_stores: Callab
     refused("assignment is one of 'local_first', 'ordered', found 'random'", assignment="random")
     refused("give fields, or inputs and targets, not both", fields=["obs"], inputs=["action"])
     with pytest.raises(ArgumentError, match="a DeepSpeed grid, or an object with"):
-        gt.Replay(stores[0], Uniform(), 4, mesh=object())
+        replay_of(stores[0], Uniform(), 4, mesh=object())
 
 
 class _HandlerError(Exception):
@@ -326,7 +327,7 @@ def test_a_rank_leaves_a_wait_for_others_within_a_second_and_they_are_told_why(
     told: list[str] = []
 
     def other() -> None:
-        with gt.Replay(stores[1], Uniform(seed=1), B, group=group[1], prefetch=2, update_lag=lag) as replay:
+        with replay_of(stores[1], Uniform(seed=1), B, group=group[1], prefetch=2, update_lag=lag) as replay:
             replay.sample()  # and asks for three, no more
             assert left.wait(patience(60))
             try:
@@ -353,7 +354,7 @@ def test_a_rank_leaves_a_wait_for_others_within_a_second_and_they_are_told_why(
     try:
         for thread in threads:
             thread.start()
-        with gt.Replay(stores[0], Uniform(seed=1), B, group=group[0], prefetch=2, update_lag=lag) as replays[0]:
+        with replay_of(stores[0], Uniform(seed=1), B, group=group[0], prefetch=2, update_lag=lag) as replays[0]:
             with pytest.raises((StoreClosedError, _HandlerError)):
                 while True:
                     replays[0].sample()
@@ -382,7 +383,7 @@ replays = {}
 
 def join(rank):
     stores[rank].insert({"x": np.zeros((16, 1), np.float32)})
-    replays[rank] = gt.Replay(stores[rank], Uniform(), 8, group=ranks[rank], timeout_s=600)
+    replays[rank] = gt.Replay(stores[rank], Uniform(), 8, group=ranks[rank], options=gt.ReplayOptions(timeout_s=600))
 
 joining = threading.Thread(target=join, args=(1,))
 joining.start()

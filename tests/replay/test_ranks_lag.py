@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from deadlines import patience
 from rank_batches import B, as_record, check, insert, join, same
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, EmptyStoreError, PeerLostError, WaitTimeoutError
@@ -40,7 +41,7 @@ def run(
     def body(rank: ThreadRankGroup) -> list[gt.Batch]:
         settings = {"window": 4, "output": "numpy", "num_batches": BATCHES, "prefetch": prefetch, "update_lag": lag}
         mine: Any = [shards[rank.rank % len(shards)] for shards in (stores, *more)]
-        with gt.Replay(mine if more else mine[0], selection, B, group=rank, **settings, **options) as replay:
+        with replay_of(mine if more else mine[0], selection, B, group=rank, **settings, **options) as replay:
             made = []
             for batch in replay:
                 check(batch)
@@ -99,7 +100,7 @@ def test_a_replay_without_a_group_holds_updates_back_as_well(sharded_stores: Cal
         (store,) = sharded_stores(1)
         made = []
         options: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": BATCHES}
-        with gt.Replay(store, selection, B, prefetch=prefetch, update_lag=lag, **options) as replay:
+        with replay_of(store, selection, B, prefetch=prefetch, update_lag=lag, **options) as replay:
             for batch in replay:
                 replay.update_priorities(batch.keys, given(batch))
                 made.append(as_record(batch))
@@ -128,7 +129,7 @@ def test_ranks_of_one_host_send_each_other_rows_that_only_a_shards_leader_reads(
     def body(rank: ThreadRankGroup) -> tuple[list[gt.Batch], dict[str, Any]]:
         options: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": 4, "assignment": assignment}
         store = stores[rank.rank % 2]
-        with gt.Replay(store, selection, B, group=rank, prefetch=1, update_lag=2, **options) as replay:
+        with replay_of(store, selection, B, group=rank, prefetch=1, update_lag=2, **options) as replay:
             return list(replay), replay.stats()
 
     results = run_ranks(group, body)
@@ -145,7 +146,7 @@ def test_settle_applies_what_waits(sharded_stores: Callable[..., list[gt.Store]]
 
         def body(rank: ThreadRankGroup, stores: Any = stores) -> None:
             store = stores[rank.rank]
-            with gt.Replay(store, Prioritized(seed=1), B, group=rank, prefetch=0, update_lag=5) as replay:
+            with replay_of(store, Prioritized(seed=1), B, group=rank, prefetch=0, update_lag=5) as replay:
                 batch = replay.sample()
                 replay.update_priorities(batch.keys, np.full(len(batch.keys), 7.0))
                 own = batch.keys[np.flatnonzero(np.broadcast_to(batch.keys.store == store.id, len(batch.keys)))]
@@ -173,7 +174,7 @@ def test_rows_that_are_lost_are_drawn_again_by_ranks_of_which_some_are_a_batch_a
 
     def body(rank: ThreadRankGroup) -> list[gt.Batch]:
         options: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": 8, "prefetch": 2, "update_lag": 3}
-        with gt.Replay(stores[rank.rank], Uniform(seed=1), B, group=rank, **options) as replay:
+        with replay_of(stores[rank.rank], Uniform(seed=1), B, group=rank, **options) as replay:
             made = []
             for batch in replay:
                 if rank.rank:
@@ -230,7 +231,7 @@ def test_a_batch_that_is_drawn_again_has_the_same_updates_from_ranks_that_are_ah
 
     def body(rank: ThreadRankGroup) -> list[gt.Batch]:
         options: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": BATCHES}
-        with gt.Replay(
+        with replay_of(
             stores[rank.rank], selection, B, group=rank, prefetch=prefetch, update_lag=lag, **options
         ) as replay:
             made = []
@@ -277,7 +278,7 @@ def test_a_message_of_another_size_is_an_error_that_names_its_rank(
     def body(rank: WrongSizes) -> str:
         options: dict[str, Any] = {"assignment": "ordered", "prefetch": 0, "update_lag": 1, "output": "numpy"}
         made = 0
-        with gt.Replay(stores[rank.rank], Prioritized(seed=1, beta=0.4), B, group=rank, **options) as replay:
+        with replay_of(stores[rank.rank], Prioritized(seed=1, beta=0.4), B, group=rank, **options) as replay:
             with pytest.raises(PeerLostError) as raised:
                 while made < 8:
                     replay.sample()
@@ -299,7 +300,7 @@ def test_too_few_rows_are_the_same_error_on_all_ranks_which_go_on_later(
     def body(rank: ThreadRankGroup) -> None:
         store = stores[rank.rank]
         options: dict[str, Any] = {"window": 4, "output": "numpy", "prefetch": 2, "update_lag": 3}
-        with gt.Replay(store, Prioritized(seed=1), B, group=rank, **options) as replay:
+        with replay_of(store, Prioritized(seed=1), B, group=rank, **options) as replay:
             for _ in range(3):
                 replay.update_priorities(replay.sample().keys, np.ones(B // 2))
             store.delete(store.keys())
@@ -337,7 +338,7 @@ def test_a_batch_takes_a_status_with_updates_an_outcome_and_the_rows(
     def body(rank: CountedGroup) -> int:
         options: dict[str, Any] = {"prefetch": 0, "update_lag": 1, "num_batches": batches, "output": "numpy"}
         given_to_others = 0
-        with gt.Replay(stores[rank.rank], Prioritized(seed=1, beta=beta), B, group=rank, **options) as replay:
+        with replay_of(stores[rank.rank], Prioritized(seed=1, beta=beta), B, group=rank, **options) as replay:
             for batch in replay:
                 replay.update_priorities(batch.keys, np.ones(len(batch.keys)))
                 if batch.step < batches - 1:
@@ -362,7 +363,7 @@ def test_a_rank_that_is_lost_with_rounds_in_flight_is_an_error_on_all_others(
 
         def body(rank: ThreadRankGroup, at: int = at) -> str:
             options: dict[str, Any] = {"window": 4, "prefetch": 2, "update_lag": 3}
-            with gt.Replay(stores[rank.rank], Uniform(seed=1), B, group=rank, **options) as replay:
+            with replay_of(stores[rank.rank], Uniform(seed=1), B, group=rank, **options) as replay:
                 if rank.rank == 1:
                     rank.die_at = rank.exchanges + 2 + at  # the first batch takes two
                 began_s = time.monotonic()
@@ -379,7 +380,7 @@ def test_a_replay_with_rounds_in_flight_closes_within_a_second(sharded_stores: C
     stores = sharded_stores(2)
 
     def body(rank: ThreadRankGroup) -> float:
-        replay = gt.Replay(stores[rank.rank], Uniform(seed=1), B, group=rank, prefetch=8, update_lag=9)
+        replay = replay_of(stores[rank.rank], Uniform(seed=1), B, group=rank, prefetch=8, update_lag=9)
         replay.sample()
         began_s = time.monotonic()
         replay.close()
@@ -407,7 +408,7 @@ def test_draws_that_are_not_independent_refuse_the_lag_on_all_ranks(
 
     def body(rank: ThreadRankGroup) -> None:
         with pytest.raises(ArgumentError, match=r"update_lag of prefetch \+ 2 is for .* independent"):
-            gt.Replay(stores[rank.rank], selection, B, group=rank, prefetch=1, update_lag=3)
+            replay_of(stores[rank.rank], selection, B, group=rank, prefetch=1, update_lag=3)
 
     run_ranks(2, body)
 
@@ -418,7 +419,7 @@ def test_views_of_ranks_refuse_the_lag() -> None:
 
     def body(rank: ThreadRankGroup) -> None:
         with pytest.raises(ArgumentError, match="for batches in host memory"):
-            gt.Replay(stores[rank.rank], Uniform(seed=1), B, group=rank, view=gt.Transitions(), update_lag=3)
+            replay_of(stores[rank.rank], Uniform(seed=1), B, group=rank, view=gt.Transitions(), update_lag=3)
 
     run_ranks(2, body)
     for store in stores:
@@ -447,7 +448,7 @@ def test_one_rank_holds_updates_back_whatever_draws_the_rows(
     options: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": BATCHES, "prefetch": prefetch}
     group = ThreadRankGroup.make(1)[0] if in_group else None
     made = []
-    with gt.Replay(stores(), selection, B, update_lag=lag, group=group, **options) as replay:
+    with replay_of(stores(), selection, B, update_lag=lag, group=group, **options) as replay:
         for batch in replay:
             replay.update_priorities(batch.keys, given(batch))
             made.append(as_record(batch))
@@ -463,7 +464,7 @@ def test_updates_between_an_iterations_begin_and_its_first_batch_take_effect_ali
 
         def body(rank: ThreadRankGroup, store: Any = store) -> list[gt.Batch]:
             options: dict[str, Any] = {"output": "numpy", "num_batches": 5, "prefetch": 1}
-            with gt.Replay(store, Prioritized(seed=2), B, group=rank, window=4, **options) as replay:
+            with replay_of(store, Prioritized(seed=2), B, group=rank, window=4, **options) as replay:
                 batches = iter(replay)
                 keys = store.keys() if rank.rank == 0 else store.keys()[:0]
                 replay.update_priorities(keys, np.arange(len(keys)) % 7 + 1.0)
@@ -488,7 +489,7 @@ def test_after_an_error_any_number_of_ranks_sees_all_updates(
             rank: ThreadRankGroup, store: Any = store, keys: Any = keys, met: threading.Barrier = met
         ) -> list[gt.Batch]:
             settings: dict[str, Any] = {"window": 4, "output": "numpy", "prefetch": prefetch, "update_lag": lag}
-            with gt.Replay(store, Prioritized(seed=2), B, group=rank, **settings) as replay:
+            with replay_of(store, Prioritized(seed=2), B, group=rank, **settings) as replay:
                 replay.sample()
                 mine = keys if rank.rank == 0 else keys[:0]
                 replay.update_priorities(mine, np.zeros(len(mine)))
@@ -511,7 +512,7 @@ def test_stages_of_a_pipeline_refuse_the_lag(sharded_stores: Callable[..., list[
         options: dict[str, Any] = {"inputs": ["obs"], "targets": ["action"], "prefetch": 0, "update_lag": 1}
         with pytest.raises(ArgumentError, match="stages of a pipeline"):
             place = MeshPosition(pp=rank.rank, pp_size=2)
-            gt.Replay(stores[rank.rank], Uniform(seed=1), B, group=rank, mesh=place, **options)
+            replay_of(stores[rank.rank], Uniform(seed=1), B, group=rank, mesh=place, **options)
 
     run_ranks(2, body)
 
@@ -541,10 +542,10 @@ def test_an_item_that_is_asked_for_while_another_waits_is_begun_first() -> None:
 def test_a_lag_below_prefetch_is_refused(sharded_stores: Callable[..., list[gt.Store]]) -> None:
     (store,) = sharded_stores(1)
     with pytest.raises(ArgumentError, match="update_lag must be at least prefetch"):
-        gt.Replay(store, Uniform(seed=0), B, prefetch=2, update_lag=1)
+        replay_of(store, Uniform(seed=0), B, prefetch=2, update_lag=1)
     for wrong in (-1, 1.5, "2", 2**40):
         with pytest.raises(ArgumentError, match="update_lag"):
-            gt.Replay(store, Uniform(seed=0), B, prefetch=0, update_lag=wrong)
+            replay_of(store, Uniform(seed=0), B, prefetch=0, update_lag=wrong)
 
 
 def test_ranks_that_name_the_lag_that_others_have_by_default_agree(
@@ -554,7 +555,7 @@ def test_ranks_that_name_the_lag_that_others_have_by_default_agree(
 
     def body(rank: ThreadRankGroup) -> int:
         lag = 2 if rank.rank else None
-        with gt.Replay(store, Uniform(seed=1), B, group=rank, prefetch=2, update_lag=lag, output="numpy") as replay:
+        with replay_of(store, Uniform(seed=1), B, group=rank, prefetch=2, update_lag=lag, output="numpy") as replay:
             return len(replay.sample())
 
     assert sum(run_ranks(2, body)) == B

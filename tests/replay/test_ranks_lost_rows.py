@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from deadlines import patience
 from rank_batches import B, N, as_record, insert, join, rows, same
+from replay_calls import replay_of
 
 import geartrain as gt
 import geartrain.replay.distributed.draw as draw
@@ -87,14 +88,14 @@ def test_a_batch_is_drawn_again_where_a_shard_loses_all_its_rows(
     settings: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": 3, "prefetch": 0}
 
     def body(rank: ThreadRankGroup) -> list[gt.Batch]:
-        with gt.Replay(stores[rank.rank % 2], selection, B, group=rank, **settings) as replay:
+        with replay_of(stores[rank.rank % 2], selection, B, group=rank, **settings) as replay:
             return list(replay)
 
     parts = run_ranks(ranks, body)
     assert lost.is_set()
     assert any((part[0].keys.shard == 1).any() for part in parts)
     made = [join([part[step] for part in parts]) for step in range(3)]
-    with gt.Replay(first, selection, B, **settings) as replay:  # one process that never had that row
+    with replay_of(first, selection, B, **settings) as replay:  # one process that never had that row
         expected = [as_record(batch) for batch in replay]
     assert same(made[1:], expected[1:])
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rank_batches import B, N, as_record, join, over_ranks, same
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import GeartrainError, StoreIOError
@@ -157,7 +158,7 @@ def test_rows_that_go_while_another_rank_reads_them_are_drawn_again(
 
     def body(rank: ThreadRankGroup) -> gt.Batch:
         settings: dict[str, Any] = {"assignment": "ordered", "output": "numpy", "prefetch": 0}
-        with gt.Replay(stores[rank.rank], Uniform(seed=2), B, group=rank, **settings) as replay:
+        with replay_of(stores[rank.rank], Uniform(seed=2), B, group=rank, **settings) as replay:
             replay.sample()
             return replay.sample()
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rank_batches import B, as_record, join, same
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError
@@ -26,7 +27,7 @@ def test_updated_priorities_change_the_next_batches_alike_on_any_number_of_ranks
 
         def body(rank: ThreadRankGroup) -> list[gt.Batch]:
             options = {"window": 4, "output": "numpy", "num_batches": 8, "prefetch": prefetch, "group": rank}
-            with gt.Replay(stores[rank.rank % shards], selection, B, **options) as replay:
+            with replay_of(stores[rank.rank % shards], selection, B, **options) as replay:
                 made = []
                 for batch in replay:
                     replay.update_priorities(batch.keys, batch["number"] % 13 + batch.step)
@@ -92,13 +93,13 @@ def test_priorities_of_a_row_drawn_twice_are_set_in_the_order_of_calls_and_draws
 
         def body(rank: ThreadRankGroup) -> list[gt.Batch]:
             selection = Prioritized(seed=3, limits=limits)
-            with gt.Replay(stores[rank.rank % shards], selection, B, group=rank, **settings) as replay:
+            with replay_of(stores[rank.rank % shards], selection, B, group=rank, **settings) as replay:
                 return loop(replay)
 
         results = run_ranks(ranks, body)
         return [join([result[step] for result in results]) for step in range(6)]
 
-    with gt.Replay(sharded_stores(1)[0], Prioritized(seed=3, limits=limits), B, **settings) as replay:
+    with replay_of(sharded_stores(1)[0], Prioritized(seed=3, limits=limits), B, **settings) as replay:
         expected = [as_record(batch) for batch in loop(replay)]
     for shards, ranks in ((1, 1), (2, 2), (3, 3), (4, 8)):
         assert same(run(shards, ranks), expected), (shards, ranks)
@@ -136,7 +137,7 @@ def test_limits_hold_their_promise_with_updates_and_shared_shards(
 
             def body(rank: ThreadRankGroup, stores: Any = stores, selection: Any = selection) -> list[gt.Batch]:
                 options = {"window": 4, "output": "numpy", "num_batches": 5, "group": rank}
-                with gt.Replay(stores[rank.rank % len(stores)], selection, B, **options) as replay:
+                with replay_of(stores[rank.rank % len(stores)], selection, B, **options) as replay:
                     made = []
                     for batch in replay:
                         replay.update_priorities(batch.keys, batch["number"] % 11 + 1)
@@ -176,7 +177,7 @@ def test_an_exponent_that_follows_a_schedule_is_applied_once_a_shard(
 
         def body(rank: ThreadRankGroup, stores: Any = stores) -> list[gt.Batch]:
             options = {"window": 4, "output": "numpy", "num_batches": 8, "group": rank}
-            with gt.Replay(stores[rank.rank % len(stores)], selection, B, **options) as replay:
+            with replay_of(stores[rank.rank % len(stores)], selection, B, **options) as replay:
                 made = []
                 for batch in replay:
                     replay.update_priorities(batch.keys, batch["number"] % 11 + 1)  # the exponent moves with updates

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rank_batches import B, as_record, join, same
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.selection import Fifo, Linear, Prioritized
@@ -22,7 +23,7 @@ def test_a_resumed_run_goes_on_with_the_batches_it_would_have_drawn(
 
     def body(rank: ThreadRankGroup) -> None:
         options = {"window": 4, "output": "numpy", "group": rank}
-        with gt.Replay(stores[rank.rank], Fifo(), 24, **options) as replay:
+        with replay_of(stores[rank.rank], Fifo(), 24, **options) as replay:
             for _ in range(3):
                 replay.sample()
             states[rank.rank] = state = replay.state_dict()
@@ -47,7 +48,7 @@ def test_a_settled_run_is_the_run_that_is_resumed_from_it(
     def run(rank: ThreadRankGroup, resume: bool) -> list[Any]:
         options: dict[str, Any] = {"window": 4, "output": "numpy", "prefetch": prefetch, "update_lag": lag}
         store = stores[rank.rank]
-        with gt.Replay(store, selection, B, group=rank, **options) as replay:
+        with replay_of(store, selection, B, group=rank, **options) as replay:
             if resume:
                 state, keys, priorities = saved[rank.rank]
                 store.update_priorities(keys, priorities)

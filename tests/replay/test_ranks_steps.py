@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from recorded_shards import STEPS, Episodes, SlowDraws, alone, as_record, joined, over_ranks, same
+from replay_calls import replay_of
 
 import geartrain as gt
 import geartrain._native as _native
@@ -133,7 +134,7 @@ def updated(stores: list[Any], ranks: int, selection: Any, **options: Any) -> li
     def body(rank: ThreadRankGroup) -> list[gt.Batch]:
         made = []
         settings = {"output": "numpy", "prefetch": 0, "group": rank, **options}
-        with gt.Replay(stores[rank.rank % len(stores)], selection, B, **settings) as replay:
+        with replay_of(stores[rank.rank % len(stores)], selection, B, **settings) as replay:
             for _ in range(6):
                 batch = replay.sample()
                 assert replay.update_priorities(batch.keys, batch["action"] % 13 + batch.step) == 0
@@ -150,7 +151,7 @@ def test_priorities_of_steps_are_set_over_ranks_as_by_one_process() -> None:
     options = VIEWS["n-step"]
     with episodes.stores(1, priority_per="step") as (store,):
         expected = []
-        with gt.Replay(store, selection, B, output="numpy", prefetch=0, **options) as replay:
+        with replay_of(store, selection, B, output="numpy", prefetch=0, **options) as replay:
             for _ in range(6):
                 batch = replay.sample()
                 replay.update_priorities(batch.keys, batch["action"] % 13 + batch.step)
@@ -238,14 +239,14 @@ def test_new_steps_of_growing_rows_are_drawn_over_ranks_as_they_are_published(pe
     episodes = Episodes(6, seed=4)
     selection = Prioritized(seed=1) if per == "step" else Uniform(seed=1, over="steps")
     options: dict[str, Any] = {"view": gt.Transitions(n_step=2), "output": "numpy", "prefetch": 0}
-    with episodes.stores(1, priority_per=per) as (store,), gt.Replay(store, selection, B, **options) as replay:
+    with episodes.stores(1, priority_per=per) as (store,), replay_of(store, selection, B, **options) as replay:
         expected = [as_record(each) for each in record_and_sample(store, replay.sample, lambda: None)]
     for ranks in RANKS[1:]:
         with episodes.stores(ranks, priority_per=per) as stores:
 
             def body(rank: ThreadRankGroup, stores: Any = stores) -> list[gt.Batch]:
                 store = stores[rank.rank]
-                with gt.Replay(store, selection, B, group=rank, **options) as replay:
+                with replay_of(store, selection, B, group=rank, **options) as replay:
                     mine = store if rank.rank == rank.size - 1 else None
                     return record_and_sample(mine, replay.sample, lambda: rank.all_gather(np.zeros(1, np.uint8)))
 
@@ -376,7 +377,7 @@ def test_a_shard_that_loses_its_last_row_to_draw_before_the_read_fails_that_batc
 
         def body(rank: ThreadRankGroup) -> None:
             settings = {"group": rank, "prefetch": 0, "output": "numpy", **options}
-            with gt.Replay(stores[rank.rank], selection, B, **settings) as replay:
+            with replay_of(stores[rank.rank], selection, B, **settings) as replay:
                 replay.sample()
                 words = "more than 1 step|meets the limits" if rank.rank == 1 else "rank 1 found no other rows"
                 with pytest.raises(EmptyStoreError, match=words):
@@ -421,7 +422,7 @@ def test_ranks_with_other_views_or_priorities_disagree() -> None:
             def body(rank: ThreadRankGroup, stores: Any = stores, other: Any = other) -> None:
                 options: dict[str, Any] = other if rank.rank else {"view": gt.Transitions(n_step=3)}
                 with pytest.raises(RanksDisagreeError):
-                    gt.Replay(stores[rank.rank], Uniform(seed=0), 4, group=rank, output="numpy", **options)
+                    replay_of(stores[rank.rank], Uniform(seed=0), 4, group=rank, output="numpy", **options)
 
             run_ranks(2, body)
     with episodes.stores(1) as (one,), episodes.stores(1, priority_per="step") as (two,):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from deadlines import patience
 from placed_rows import STEPS, Stores, contents, fill, insert, population, replayed, with_placement
+from replay_calls import replay_of
 
 import geartrain as gt
 import geartrain.replay.distributed.placement_moves as placement_moves
@@ -206,7 +207,7 @@ def test_a_fifo_and_a_replay_go_on_after_rows_have_moved(empty_stores: Stores) -
     def body(rank: ThreadRankGroup) -> list[int]:
         options = {"output": "numpy", "group": rank}
         with (
-            gt.Replay(stores[rank.rank], Fifo(), 40, **options) as replay,
+            replay_of(stores[rank.rank], Fifo(), 40, **options) as replay,
             Placement(stores[rank.rank], group=others[rank.rank]) as made,
         ):
             replay.sample()

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from recorded_shards import alone, over_ranks, same
+from replay_calls import replay_of
 from scipy import stats
 from segments import Segment
 
@@ -80,7 +81,7 @@ def steps_of(batch, frames=1):
 
 
 def one_pass(store, **options):
-    with gt.Replay(store, Epochs(seed=1, over="steps"), 64, output="numpy", **options) as replay:
+    with replay_of(store, Epochs(seed=1, over="steps"), 64, output="numpy", **options) as replay:
         yield from replay
 
 
@@ -165,7 +166,7 @@ def test_a_view_that_needs_more_overlap_is_refused_and_told_how_much():
             with pytest.raises(SchemaError, match=r"overlap=(5|6)"):
                 list(one_pass(store, **options))
             with (
-                gt.Replay(store, Uniform(seed=0, over="steps"), 64, output="numpy", **options) as replay,
+                replay_of(store, Uniform(seed=0, over="steps"), 64, output="numpy", **options) as replay,
                 pytest.raises(SchemaError, match=r"repeats 4 of its steps.*overlap=(5|6)"),
             ):
                 replay.sample()
@@ -253,8 +254,8 @@ def test_a_device_leaves_windows_of_rows_that_repeat_steps_to_the_host():
     options = {"device": gt.DeviceOptions(SimulatedDevice(kernels=True), path="gather", select="device")}
     with make_store(9) as store:
         with pytest.raises(ArgumentError, match="rows repeat steps"):
-            gt.Replay(store, Uniform(seed=1), 8, window=4, **options)
-        with gt.Replay(store, Uniform(seed=1), 8, **options) as replay:  # whole rows have no windows
+            replay_of(store, Uniform(seed=1), 8, window=4, **options)
+        with replay_of(store, Uniform(seed=1), 8, **options) as replay:  # whole rows have no windows
             assert replay.describe()[0]["select"] == "device"
 
 

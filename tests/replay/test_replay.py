@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from deadlines import patience
+from replay_calls import replay_of
 from torch.utils.data import DataLoader
 
 import geartrain as gt
@@ -68,7 +69,7 @@ STRATEGIES = [Uniform(seed=3), Prioritized(seed=3)]
 def test_the_same_seed_gives_the_same_batches_whatever_is_prefetched_and_by_how_many_threads(store, strategy):
     expected = None
     for prefetch, threads in ((0, 1), (1, 1), (2, 2), (5, 3)):
-        with gt.Replay(store, strategy, 16, window=5, prefetch=prefetch, threads=threads) as replay:
+        with replay_of(store, strategy, 16, window=5, prefetch=prefetch, threads=threads) as replay:
             found = batches(replay, 12)
         expected = expected or found
         assert found == expected
@@ -185,7 +186,7 @@ def test_a_new_iteration_ends_the_one_before(store):
 
 
 def test_too_few_rows_are_told_with_why_nothing_is_waited_for(store):
-    with gt.Replay(store, Uniform(), 4, min_rows=10_000, timeout_s=0.2) as replay:
+    with replay_of(store, Uniform(), 4, min_rows=10_000, timeout_s=0.2) as replay:
         with pytest.raises(
             NotEnoughRowsError, match=r"no other process has it open, so nothing is waited for.*expect_writers.*limiter"
         ):
@@ -261,7 +262,7 @@ def test_an_error_reaches_the_consumer_at_its_own_step_and_the_next_call_tries_a
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_empty_store_is_an_error_and_not_a_wait(name, prefetch):
     with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9) as store:
-        with gt.Replay(store, Uniform(), 4, prefetch=prefetch, min_rows=3) as replay:
+        with replay_of(store, Uniform(), 4, prefetch=prefetch, min_rows=3) as replay:
             for n in (0, 1, 1):
                 store.insert({"x": np.zeros(n, np.int64)})
                 with pytest.raises(NotEnoughRowsError, match=f"3 selectable rows.* has {len(store)}"):
@@ -275,7 +276,7 @@ def test_too_few_rows_are_waited_for_where_another_process_may_insert_some(name)
         gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9) as store,
         gt.Store.open(name) as actors,
     ):
-        with gt.Replay(store, Uniform(seed=0), 4, prefetch=0, min_rows=3, timeout_s=60) as replay:
+        with replay_of(store, Uniform(seed=0), 4, prefetch=0, min_rows=3, timeout_s=60) as replay:
             inserted = threading.Timer(0.3, lambda: actors.insert({"x": np.zeros(3, np.int64)}))
             inserted.start()
             assert len(replay.sample().keys) == 4
@@ -287,7 +288,7 @@ def test_a_wait_for_rows_ends_in_time_and_says_what_is_missing(name, prefetch):
     with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9) as store, gt.Store.open(name):
         store.insert({"x": np.zeros(2, np.int64)})
         store.limiter.set(samples_per_insert=8, min_size_to_sample=1, error_buffer=100)
-        with gt.Replay(store, Uniform(seed=0), 4, prefetch=prefetch, min_rows=3, timeout_s=0.2) as replay:
+        with replay_of(store, Uniform(seed=0), 4, prefetch=prefetch, min_rows=3, timeout_s=0.2) as replay:
             with pytest.raises(WaitTimeoutError) as caught:
                 replay.sample()
     for said in ("2 selectable rows of 3 wanted", "8 samples per insert", "waiting for rows"):
@@ -300,7 +301,7 @@ def test_rows_of_writers_that_are_starting_are_waited_for_until_they_give_up(nam
     with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9) as store:
         if limited:
             store.limiter.set(min_size_to_sample=3)
-        with gt.Replay(
+        with replay_of(
             store, Uniform(seed=0), 4, prefetch=prefetch, min_rows=3, timeout_s=60, output="numpy"
         ) as replay:
             with store.expect_writers() as writers:
@@ -322,7 +323,7 @@ def test_rows_of_writers_that_are_starting_are_waited_for_until_they_give_up(nam
 
 def test_closing_ends_a_wait_for_rows(name):
     with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9) as store, gt.Store.open(name):
-        replay = gt.Replay(store, Uniform(seed=0), 4, prefetch=1, min_rows=3, timeout_s=1000)
+        replay = replay_of(store, Uniform(seed=0), 4, prefetch=1, min_rows=3, timeout_s=1000)
         closing = threading.Timer(0.2, replay.close)
         closing.start()
         with pytest.raises((gt.errors.CallCancelledError, StoreClosedError)):
@@ -348,7 +349,7 @@ def test_a_field_named_like_a_batchs_own_entry_is_refused_in_a_dict(name):
 
 def test_a_batch_that_takes_too_long_is_an_error_in_time_and_is_still_there_later(store):
     go = threading.Event()
-    with gt.Replay(store, Faulty(1, go.wait), 4, prefetch=2, timeout_s=0.1) as replay:
+    with replay_of(store, Faulty(1, go.wait), 4, prefetch=2, timeout_s=0.1) as replay:
         assert replay.sample().step == 0
         for _ in range(2):
             began_s = time.monotonic()
@@ -362,7 +363,7 @@ def test_a_batch_that_takes_too_long_is_an_error_in_time_and_is_still_there_late
 
 def test_closing_does_not_wait_for_ever_for_a_strategy_that_never_returns(store):
     go = threading.Event()
-    replay = gt.Replay(store, Faulty(1, go.wait), 4, prefetch=2, timeout_s=0.2)
+    replay = replay_of(store, Faulty(1, go.wait), 4, prefetch=2, timeout_s=0.2)
     replay.sample()
     began_s = time.monotonic()
     replay.close()
@@ -376,7 +377,7 @@ def test_closing_does_not_wait_for_ever_for_a_strategy_that_never_returns(store)
 def test_a_store_closed_under_a_prefetching_replay_is_an_error_and_not_a_crash(name):
     store = gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9)
     store.insert({"x": np.zeros(9, np.int64)})
-    with gt.Replay(store, Uniform(), 4, prefetch=2, timeout_s=patience(20)) as replay:
+    with replay_of(store, Uniform(), 4, prefetch=2, timeout_s=patience(20)) as replay:
         replay.sample()
         store.close()
         with pytest.raises(StoreClosedError):
@@ -410,7 +411,7 @@ def test_a_store_closed_under_a_prefetching_replay_is_an_error_and_not_a_crash(n
 )
 def test_a_replay_that_makes_no_sense_is_refused(store, options, message):
     with pytest.raises(ArgumentError, match=message):
-        gt.Replay(store, **{"selection": Uniform(), "batch_size": 4, **options})
+        replay_of(store, **{"selection": Uniform(), "batch_size": 4, **options})
 
 
 # --- leaving --------------------------------------------------------------------------------------------------------
@@ -473,9 +474,9 @@ def test_iterating_again_and_again_keeps_no_batch_of_the_iterations_before(store
 
 
 def test_a_forked_child_goes_on_with_the_same_batches_on_a_thread_of_its_own(store, fork):
-    with gt.Replay(store, Uniform(seed=6), 4, prefetch=3, timeout_s=patience(20)) as replay:
+    with replay_of(store, Uniform(seed=6), 4, prefetch=3, timeout_s=patience(20)) as replay:
         expected = batches(replay, 6)
-    with gt.Replay(store, Uniform(seed=6), 4, prefetch=3, timeout_s=patience(20)) as replay:
+    with replay_of(store, Uniform(seed=6), 4, prefetch=3, timeout_s=patience(20)) as replay:
         first = batches(replay, 2)
         child = fork(lambda: 0 if first + batches(replay, 4) == expected else 3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from deadlines import patience
+from replay_calls import replay_of
 from segments import Segment
 
 import geartrain as gt
@@ -66,7 +67,7 @@ def when_it_waits(replay: gt.Replay, then: Callable[[], object]) -> threading.Th
 
 
 def waiting(store: gt.Store, prefetch: int, **options: object) -> gt.Replay:
-    return gt.Replay(store, Uniform(seed=0), 4, prefetch=prefetch, min_rows=4, output="numpy", **options)
+    return replay_of(store, Uniform(seed=0), 4, prefetch=prefetch, min_rows=4, output="numpy", **options)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -145,7 +146,7 @@ def test_a_handler_may_close_the_replay_that_another_thread_is_closing(name):
     took_s: list[float] = []
     with gt.Store.create(name, FIELDS, capacity=8) as store:
         insert(store, 4)
-        replay = gt.Replay(store, Uniform(seed=0), 4, transform=handle, output="numpy", prefetch=0)
+        replay = replay_of(store, Uniform(seed=0), 4, transform=handle, output="numpy", prefetch=0)
         closer = threading.Thread(target=replay.close, daemon=True)
         with contextlib.suppress(StoreClosedError):
             replay.sample()

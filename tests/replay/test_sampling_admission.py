@@ -14,6 +14,7 @@ from deadlines import patience
 from rank_batches import B as GLOBAL
 from rank_batches import insert
 from recorded_shards import Episodes
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import EmptyStoreError, NotEnoughRowsError, StoreClosedError, WaitTimeoutError
@@ -48,7 +49,7 @@ def stores(store_name: Callable[[], str]) -> Iterator[list[gt.Store]]:
 
 def draws(store: gt.Store, batches: int) -> None:
     """Another sampler of the store, that gets so many batches."""
-    with gt.Replay(store, Uniform(seed=7), B, output="numpy", prefetch=0, timeout_s=0.05) as other:
+    with replay_of(store, Uniform(seed=7), B, output="numpy", prefetch=0, timeout_s=0.05) as other:
         for _ in range(batches):
             other.sample()
         with pytest.raises(WaitTimeoutError):
@@ -57,7 +58,7 @@ def draws(store: gt.Store, batches: int) -> None:
 
 def mixed(stores: Sequence[gt.Store], **options: Any) -> gt.Replay:
     selection = Mixture([0.5, 0.5], [Uniform(seed=1), Uniform(seed=2)])
-    return gt.Replay(stores, selection, 2 * B, **{"output": "numpy", "threads": 1, "prefetch": 0, **options})
+    return replay_of(stores, selection, 2 * B, **{"output": "numpy", "threads": 1, "prefetch": 0, **options})
 
 
 @pytest.mark.parametrize("path", ["host", "gather", "staged"])
@@ -120,7 +121,7 @@ def test_a_transform_that_raises_gives_back(stores: list[gt.Store], prefetch: in
     def refuses(batch: gt.Batch) -> None:
         raise KeyError(batch.step)
 
-    with gt.Replay(store, Uniform(seed=1), B, transform=refuses, prefetch=prefetch, timeout_s=5) as replay:
+    with replay_of(store, Uniform(seed=1), B, transform=refuses, prefetch=prefetch, timeout_s=5) as replay:
         for _ in range(6):
             with pytest.raises(KeyError):
                 replay.sample()
@@ -140,7 +141,7 @@ GOALS = gt.Transitions(hindsight=gt.Hindsight(k=3, reward=refused_rewards))
 def test_a_reward_that_raises_gives_back(selection: Any, prefetch: int) -> None:
     with Episodes(60, least=4).stores(1) as (store,):
         limit(store, 4)
-        with gt.Replay(store, selection, B, view=GOALS, prefetch=prefetch, output="numpy", timeout_s=5) as replay:
+        with replay_of(store, selection, B, view=GOALS, prefetch=prefetch, output="numpy", timeout_s=5) as replay:
             for _ in range(6):  # more often than the limiter would admit
                 with pytest.raises(KeyError):
                     replay.sample()
@@ -169,7 +170,7 @@ class Weighed(Prioritized):
 
 def test_importance_weights_that_fail_give_back(stores: list[gt.Store]) -> None:
     store = stores[0]
-    with gt.Replay(store, Weighed(seed=1, beta=0.5), B, prefetch=0, timeout_s=5) as replay:
+    with replay_of(store, Weighed(seed=1, beta=0.5), B, prefetch=0, timeout_s=5) as replay:
         for _ in range(6):
             with pytest.raises(ArithmeticError):
                 replay.sample()
@@ -202,7 +203,7 @@ def test_batches_that_were_prepared_and_are_dropped_give_back(
 def test_batches_on_a_device_that_are_dropped_give_back(stores: list[gt.Store], path: Any) -> None:
     store = stores[0]
     options = gt.DeviceOptions(SimulatedDevice(), path=path)
-    with gt.Replay(store, Uniform(seed=1), B, prefetch=2, device=options, threads=1) as replay:
+    with replay_of(store, Uniform(seed=1), B, prefetch=2, device=options, threads=1) as replay:
         replay.sample()
         replay.settle()
         assert admitted(store) == B
@@ -231,7 +232,7 @@ def test_a_store_that_is_closed_does_not_hide_why_a_batch_failed(stores: list[gt
         first.close()
         raise KeyError(batch.step)
 
-    with gt.Replay(first, Uniform(seed=1), B, transform=refuses, output="numpy", prefetch=0) as replay:
+    with replay_of(first, Uniform(seed=1), B, transform=refuses, output="numpy", prefetch=0) as replay:
         with pytest.raises(KeyError):
             replay.sample()
     assert asked.is_set() and admitted(last) == 0
@@ -256,7 +257,7 @@ def test_ranks_give_back_where_one_has_too_few_rows_and_go_on_later(
     def body(rank: ThreadRankGroup) -> None:
         store = stores[rank.rank]
         options: dict[str, Any] = {"output": "numpy", "prefetch": 0, "update_lag": lag or None}
-        with gt.Replay(store, selection, GLOBAL, group=rank, min_rows=30, **options) as replay:
+        with replay_of(store, selection, GLOBAL, group=rank, min_rows=30, **options) as replay:
             replay.sample()
             replay.sample()
             assert admitted(store) == GLOBAL
@@ -312,7 +313,7 @@ def test_ranks_whose_wait_for_a_limiter_ends_in_vain_give_back_what_the_others_h
 
     def body(rank: ThreadRankGroup) -> None:
         mine = [each[rank.rank] for each in shards]
-        with gt.Replay(mine, selection, GLOBAL, group=rank, output="numpy", prefetch=0, timeout_s=0.1) as replay:
+        with replay_of(mine, selection, GLOBAL, group=rank, output="numpy", prefetch=0, timeout_s=0.1) as replay:
             with pytest.raises(gt.errors.GeartrainError):
                 replay.sample()
         assert [admitted(each) for each in mine] == [0, 0]
@@ -329,7 +330,7 @@ def test_batches_of_ranks_that_are_dropped_give_back(sharded_stores: Callable[..
     def body(rank: ThreadRankGroup) -> int:
         store = stores[rank.rank]
         options: dict[str, Any] = {"output": "numpy", "prefetch": 2, "update_lag": lag or None}
-        with gt.Replay(store, Uniform(seed=1), GLOBAL, group=rank, **options) as replay:
+        with replay_of(store, Uniform(seed=1), GLOBAL, group=rank, **options) as replay:
             replay.sample()
             replay.settle()
             first = admitted(store)
@@ -347,7 +348,7 @@ def test_a_lagged_batch_whose_ranks_are_lost_gives_back(sharded_stores: Callable
 
     def body(rank: ThreadRankGroup) -> None:
         store, got = stores[rank.rank], 0
-        with gt.Replay(store, Uniform(seed=1), GLOBAL, group=rank, prefetch=0, update_lag=1) as replay:
+        with replay_of(store, Uniform(seed=1), GLOBAL, group=rank, prefetch=0, update_lag=1) as replay:
             if rank.rank == 1:
                 rank.die_at = rank.exchanges + 2 + 4  # within the third batch
             with pytest.raises(gt.errors.PeerLostError):

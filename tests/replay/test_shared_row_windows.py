@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from recorded_shards import alone, over_ranks, same
+from replay_calls import replay_of
 from scipy import stats
 from test_shared_rows import GAMMA, by_observation, check_batch, make_store, record
 
@@ -83,7 +84,7 @@ def test_drawn_windows_are_those_of_a_slow_reference(windows, pad):
     with store:
         known = windows_of(lengths, marks, windows)
         counts = Counter()
-        with gt.Replay(store, Uniform(seed=3, over="steps"), 512, window=windows, pad=pad, output="numpy") as replay:
+        with replay_of(store, Uniform(seed=3, over="steps"), 512, window=windows, pad=pad, output="numpy") as replay:
             for _ in range(12):
                 for told, real in told_by(replay.sample(), windows, pad):
                     assert real == known[told]
@@ -181,7 +182,7 @@ def test_episodes_are_drawn_whole_in_proportion_to_their_steps(how, pad):
         length = options["window"].length if how != "rows" else MAX
         known, steps = known_episodes(lengths, marks, length)
         counts = Counter()
-        with gt.Replay(store, Uniform(seed=3, over="steps"), 512, output="numpy", **options) as replay:
+        with replay_of(store, Uniform(seed=3, over="steps"), 512, output="numpy", **options) as replay:
             for _ in range(12):
                 batch = replay.sample()
                 assert batch["t"].shape == batch.mask.shape == (512, length)
@@ -199,7 +200,7 @@ def test_a_pass_has_every_episode_once(how):
     with store:
         length = WHOLE[how]["window"].length if how != "rows" else MAX
         known, _ = known_episodes(lengths, marks, length)
-        with gt.Replay(store, Epochs(seed=1, over="steps"), 32, output="numpy", **WHOLE[how]) as replay:
+        with replay_of(store, Epochs(seed=1, over="steps"), 32, output="numpy", **WHOLE[how]) as replay:
             for _ in range(2):
                 told = []
                 for batch in replay:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from device_batches import check_same
+from replay_calls import replay_of
 from test_shared_row_windows import B, marked_store
 
 import geartrain as gt
@@ -29,8 +30,8 @@ def test_windows_on_a_device_are_those_of_host_memory(per: Any, packed: bool) ->
         settings["window"] = gt.Windows(8, at="episode") if per == "episode" else 5
         device = SimulatedDevice(3)
         with (
-            gt.Replay(store, strategy, B, **settings) as slow,
-            gt.Replay(store, strategy, B, **settings, device=DeviceOptions(device, packed=packed)) as fast,
+            replay_of(store, strategy, B, **settings) as slow,
+            replay_of(store, strategy, B, **settings, device=DeviceOptions(device, packed=packed)) as fast,
         ):
             cut = 0
             for host, landed in zip(slow, fast, strict=True):
@@ -51,8 +52,8 @@ def test_windows_on_the_devices_of_ranks_are_those_of_host_memory() -> None:
         device, store = SimulatedDevice(group.rank), stores[group.rank]
         settings: dict[str, Any] = {"window": gt.Windows(4, whole=True), "num_batches": 3, "assignment": "ordered"}
         with (
-            gt.Replay(store, strategy, B, group=group, **settings) as slow,
-            gt.Replay(store, strategy, B, group=others[group.rank], device=DeviceOptions(device), **settings) as fast,
+            replay_of(store, strategy, B, group=group, **settings) as slow,
+            replay_of(store, strategy, B, group=others[group.rank], device=DeviceOptions(device), **settings) as fast,
         ):
             for host, landed in zip(slow, fast, strict=True):
                 device.finish()

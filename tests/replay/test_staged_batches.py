@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from device_batches import check_same, filled_store
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import FieldError
@@ -36,8 +37,8 @@ def test_pinned_batches_that_are_used_again_keep_no_importance_weights(store_nam
         mixture = Mixture([0.3, 0.7], [Prioritized(seed=1, beta=0.7), Uniform(seed=2)], seed=3)
         kinds: dict[str, Any] = {"window": 5, "num_batches": 24, "prefetch": 0}
         with (
-            gt.Replay([one, two], mixture, 7, **kinds) as slow,
-            gt.Replay([one, two], mixture, 7, **kinds, device=DeviceOptions(device, path="staged")) as fast,
+            replay_of([one, two], mixture, 7, **kinds) as slow,
+            replay_of([one, two], mixture, 7, **kinds, device=DeviceOptions(device, path="staged")) as fast,
         ):
             for host, landed in zip(slow, fast, strict=True):
                 device.finish()

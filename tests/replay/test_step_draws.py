@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from replay_calls import replay_of
 from scipy import stats
 from selection_reference import ROW_STREAM, below, random_bits
 
@@ -295,7 +296,7 @@ def test_what_knows_no_steps_is_refused_when_the_replay_is_made():
             (Prioritized(), {"view": view, "device": "cuda"}, "leave out device"),
         ):
             with pytest.raises(ArgumentError, match=words):
-                gt.Replay(store, selection, 4, **options)
+                replay_of(store, selection, 4, **options)
         with pytest.raises(ArgumentError, match="all have priorities of steps, or all of rows"):
             gt.Replay([store, rows], Mixture([0.5, 0.5], [Prioritized(), Prioritized()]), 4, view=view)
         with pytest.raises(FieldError, match="transitions need"):

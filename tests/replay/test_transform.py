@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, PeerLostError, WaitTimeoutError
@@ -30,8 +31,8 @@ def test_the_replay_gives_what_the_transform_returns(prefetch: int) -> None:
     with make_store() as store:
         options: dict[str, Any] = {"output": "numpy", "prefetch": prefetch, "num_batches": 12}
         with (
-            gt.Replay(store, Uniform(seed=0), 4, **options) as plain,
-            gt.Replay(store, Uniform(seed=0), 4, transform=by_hand, **options) as replay,
+            replay_of(store, Uniform(seed=0), 4, **options) as plain,
+            replay_of(store, Uniform(seed=0), 4, transform=by_hand, **options) as replay,
         ):
             for batch, (sums, keys) in zip(plain, replay, strict=True):
                 assert np.array_equal(sums, batch["x"].sum(1))
@@ -48,10 +49,10 @@ def test_a_transform_that_takes_long_runs_on_the_prefetch_thread() -> None:
         waits.wait(2e-3)  # far more than it costs to change the thread
         return batch
 
-    with make_store() as store, gt.Replay(store, Uniform(seed=0), 2, transform=slow, num_batches=12) as replay:
+    with make_store() as store, replay_of(store, Uniform(seed=0), 2, transform=slow, num_batches=12) as replay:
         assert len(list(replay)) == 12
         assert {thread.name for thread in seen} == {"geartrain-prefetch"}
-    with make_store() as store, gt.Replay(store, Uniform(seed=0), 2, transform=slow, prefetch=0) as replay:
+    with make_store() as store, replay_of(store, Uniform(seed=0), 2, transform=slow, prefetch=0) as replay:
         seen.clear()
         replay.sample()
         assert seen == [threading.current_thread()]
@@ -68,7 +69,7 @@ def test_what_it_raises_reaches_the_consumer_with_its_traceback_and_the_batch_is
 
     with make_store() as store:
         options: dict[str, Any] = {"output": "numpy", "prefetch": prefetch, "transform": picky}
-        with gt.Replay(store, Fifo(), 4, **options) as replay:
+        with replay_of(store, Fifo(), 4, **options) as replay:
             first = [replay.sample(), replay.sample()]
             for _ in range(2):
                 with pytest.raises(KeyError, match="no such thing") as caught:
@@ -82,11 +83,11 @@ def test_what_it_raises_reaches_the_consumer_with_its_traceback_and_the_batch_is
 
 def test_a_replay_with_a_transform_resumes() -> None:
     with make_store() as store:
-        with gt.Replay(store, Fifo(), 5, transform=by_hand, output="numpy") as replay:
+        with replay_of(store, Fifo(), 5, transform=by_hand, output="numpy") as replay:
             replay.sample()
             state = replay.state_dict()
             wanted = replay.sample()[1].row
-        with gt.Replay(store, Fifo(), 5, transform=by_hand, output="numpy") as other:
+        with replay_of(store, Fifo(), 5, transform=by_hand, output="numpy") as other:
             other.load_state_dict(state)
             assert np.array_equal(other.sample()[1].row, wanted)
 
@@ -94,20 +95,20 @@ def test_a_replay_with_a_transform_resumes() -> None:
 def test_what_is_no_transform_is_refused() -> None:
     with make_store() as store:
         with pytest.raises(ArgumentError, match="transform is a function of a batch"):
-            gt.Replay(store, Uniform(), 2, transform="shuffle")  # type: ignore[arg-type]
+            replay_of(store, Uniform(), 2, transform="shuffle")  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="in host memory: leave out device"):
-            gt.Replay(store, Uniform(), 2, transform=by_hand, device="cuda")
+            replay_of(store, Uniform(), 2, transform=by_hand, device="cuda")
 
 
 @pytest.mark.parametrize("lag", [None, 3])
 def test_over_ranks_it_gets_the_part_of_its_rank(lag: int | None) -> None:
     options: dict[str, Any] = {"output": "numpy", "num_batches": 6, "update_lag": lag}
-    with make_store() as store, gt.Replay(store, Uniform(seed=0), 4, **options) as replay:
+    with make_store() as store, replay_of(store, Uniform(seed=0), 4, **options) as replay:
         expected = [batch["x"].sum(1) for batch in replay]
         for ranks in (1, 2):
 
             def body(rank: ThreadRankGroup) -> list[Any]:
-                with gt.Replay(store, Uniform(seed=0), 4, group=rank, transform=by_hand, **options) as replay:
+                with replay_of(store, Uniform(seed=0), 4, group=rank, transform=by_hand, **options) as replay:
                     made = list(replay)
                     assert replay.stats()["path"].endswith("transform")
                     return made
@@ -127,7 +128,7 @@ def test_a_rank_whose_transform_raises_ends_the_job() -> None:
 
         def body(rank: ThreadRankGroup) -> None:
             options: dict[str, Any] = {"output": "numpy", "transform": picky} if rank.rank else {"output": "numpy"}
-            with gt.Replay(store, Uniform(seed=0), 4, group=rank, **options) as replay:
+            with replay_of(store, Uniform(seed=0), 4, group=rank, **options) as replay:
                 if rank.rank:
                     with pytest.raises(KeyError, match="no such thing"):
                         replay.sample()
@@ -146,7 +147,7 @@ def test_a_timeout_says_that_the_transform_is_at_it() -> None:
         assert go_on.wait(60)
         return batch
 
-    with make_store() as store, gt.Replay(store, Uniform(seed=0), 2, transform=stuck, timeout_s=0.2) as replay:
+    with make_store() as store, replay_of(store, Uniform(seed=0), 2, transform=stuck, timeout_s=0.2) as replay:
         for _ in range(100):  # the first may find the thread not there yet
             with pytest.raises(WaitTimeoutError) as caught:
                 replay.sample()

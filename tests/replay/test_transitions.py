@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from replay_calls import replay_of
 from scipy import stats
 from selection_reference import ROW_STREAM, WINDOW_STREAM, below, random_bits
 
@@ -242,13 +243,13 @@ def test_the_same_seed_gives_the_same_transitions_and_resumes():
                 for b in (replay.sample() for _ in range(n))
             ]
 
-        with gt.Replay(store, Uniform(over="steps"), 64, view=view, seed=5, output="numpy") as one:
+        with replay_of(store, Uniform(over="steps"), 64, view=view, seed=5, output="numpy") as one:
             wanted = batches(one, 3)
             state = one.state_dict()
             later = batches(one, 2)
-        with gt.Replay(store, Uniform(over="steps"), 64, view=view, seed=5, output="numpy", prefetch=0) as other:
+        with replay_of(store, Uniform(over="steps"), 64, view=view, seed=5, output="numpy", prefetch=0) as other:
             assert batches(other, 3) == wanted
-        with gt.Replay(store, Uniform(over="steps"), 64, view=view, seed=5, output="numpy") as resumed:
+        with replay_of(store, Uniform(over="steps"), 64, view=view, seed=5, output="numpy") as resumed:
             resumed.load_state_dict(state)
             assert batches(resumed, 2) == later
 
@@ -313,7 +314,7 @@ def test_what_makes_no_transitions_is_refused():
             gt.Replay(store, Uniform(), 2, view=view, fields=["speed"])
         for bad in ({"window": 3}, {"pad": "right"}, {"inputs": ["obs"]}, {"device": "cuda"}):
             with pytest.raises(ArgumentError, match="view"):
-                gt.Replay(store, Uniform(), 2, view=view, **bad)
+                replay_of(store, Uniform(), 2, view=view, **bad)
         with pytest.raises(ArgumentError, match=r"geartrain\.Transitions"):
             gt.Replay(store, Uniform(), 2, view="transitions")
         with pytest.raises(ArgumentError, match="knows nothing of transitions"):

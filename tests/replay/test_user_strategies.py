@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from replay_calls import replay_of
 from selection_reference import OLDEST, ReferenceCandidates
 
 import geartrain as gt
@@ -142,7 +143,7 @@ def test_on_three_ranks(make_store: MakeStore, strategy: Any) -> None:
     third = B // 3
 
     def body(rank: ThreadRankGroup) -> None:
-        with gt.Replay(
+        with replay_of(
             shards[rank.rank], strategy, B, num_batches=BATCHES, output="numpy", group=rank, assignment="ordered"
         ) as replay:
             for step, batch in enumerate(replay):
@@ -187,7 +188,7 @@ def test_what_select_fills_in_is_delivered(make_store: MakeStore, path: Any) -> 
         from geartrain.tools.testing import SimulatedDevice
 
         options = {"device": DeviceOptions(SimulatedDevice(0), path=path)}
-    with gt.Replay(make_store(0, N), Filled(), B, num_batches=2, **options) as replay:
+    with replay_of(make_store(0, N), Filled(), B, num_batches=2, **options) as replay:
         for batch in replay:
             if path is not None:
                 options["device"].device.finish()
@@ -232,7 +233,7 @@ def test_traits_that_do_not_go_together_are_refused(traits: Any, message: str) -
 
 
 def draws(store: Any, selection: Any, **options: Any) -> list[list[int]]:
-    with gt.Replay(store, selection, B, num_batches=3, output="numpy", **options) as replay:
+    with replay_of(store, selection, B, num_batches=3, output="numpy", **options) as replay:
         return [batch["x"][:, 0].tolist() for batch in replay]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from replay_calls import replay_of
 from scipy import stats
 from window_reference import MAX, anchors_of, check_batch, make_store, middle, steps_of
 
@@ -69,7 +70,7 @@ def compare(lengths, windows, pad, strategy, seed):
                 gt.Replay(store, strategy(seed=seed), 1, window=windows)
             return
         long = sum(length >= windows.length for length in lengths) if windows.whole else len(lengths)
-        with gt.Replay(store, strategy(seed=seed), max(long, 1), window=windows, pad=pad, output="numpy") as replay:
+        with replay_of(store, strategy(seed=seed), max(long, 1), window=windows, pad=pad, output="numpy") as replay:
             if not long:
                 with pytest.raises((EmptyStoreError, NotEnoughRowsError)):
                     replay.sample()
@@ -99,8 +100,8 @@ def test_a_number_of_steps_is_the_windows_of_that_length(lengths, length, pad, s
     with make_store(lengths) as store:
         options = {"pad": pad, "output": "numpy", "num_batches": 2}
         with (
-            gt.Replay(store, Uniform(seed=seed), 16, window=length, **options) as plain,
-            gt.Replay(store, Uniform(seed=seed), 16, window=gt.Windows(length), **options) as spelled,
+            replay_of(store, Uniform(seed=seed), 16, window=length, **options) as plain,
+            replay_of(store, Uniform(seed=seed), 16, window=gt.Windows(length), **options) as spelled,
         ):
             for one, other in zip(plain, spelled, strict=True):
                 assert one.keys == other.keys
@@ -115,7 +116,7 @@ def test_a_pass_over_steps_has_each_window_once(lengths, windows, size, seed):
     with make_store(lengths) as store:
         wanted = sorted((row, t) for row, length in enumerate(lengths) for t in anchors_of(length, windows))
         strategy = Epochs(over="steps", seed=seed)
-        with gt.Replay(store, strategy, size, window=windows, pad="right", output="numpy") as replay:
+        with replay_of(store, strategy, size, window=windows, pad="right", output="numpy") as replay:
             for _ in range(2):
                 seen = []
                 for batch in replay:

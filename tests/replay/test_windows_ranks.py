@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import rank_batches
+from replay_calls import replay_of
 from window_reference import CASE_IDS, CASES, anchors_of, check_batch, make_store, steps_of
 
 import geartrain as gt
@@ -44,7 +45,7 @@ def test_global_batches_over_any_number_of_ranks_have_the_same_windows(windows):
                 assert steps.tolist() in [steps_of(t, length, windows) for t in told]
         if not windows.whole:  # limits are drawn under otherwise over ranks (geartrain.selection.sharded)
             options = {"window": windows, "output": "numpy", "num_batches": 3}
-            with gt.Replay(store, selection, rank_batches.B, **options) as replay:
+            with replay_of(store, selection, rank_batches.B, **options) as replay:
                 alone = [rank_batches.as_record(batch) for batch in replay]
             assert rank_batches.same(alone, made[0])
 

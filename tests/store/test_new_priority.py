@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from deadlines import patience
+from replay_calls import replay_of
 from scipy import stats
 
 import geartrain as gt
@@ -204,7 +205,7 @@ def test_after_small_errors_one_new_row_is_drawn_as_often_as_the_worst_known_one
         stored = store.status(steps_of(store, store.keys()))["priority"]
         window = {"window": 1} if per == "step" else {"fields": ["obs"]}
         counts = np.zeros(capacity)
-        with gt.Replay(store, gt.selection.Prioritized(seed=3), 256, prefetch=0, output="numpy", **window) as replay:
+        with replay_of(store, gt.selection.Prioritized(seed=3), 256, prefetch=0, output="numpy", **window) as replay:
             for _ in range(80):
                 counts += np.bincount(replay.sample().keys.row, minlength=capacity)
         share = counts[new.row[0]] / counts.sum()

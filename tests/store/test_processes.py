@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tagged
 from deadlines import patience
+from replay_calls import replay_of
 from segments import Pipe, Segment, holding_blocks, holding_the_lock, kill, wait_for, words_offset
 
 import geartrain as gt
@@ -69,7 +70,7 @@ def _read(store: gt.Store, seed: int, stress: _Stress) -> int:
         {"selection": gt.selection.Prioritized(seed=seed), "window": 7},
         {"selection": gt.selection.Uniform(seed=seed), "window": tagged.STEPS + 9, "pad": "right"},
     ]
-    replays = [gt.Replay(store, batch_size=6, prefetch=0, output="numpy", threads=1, **plan) for plan in plans]
+    replays = [replay_of(store, batch_size=6, prefetch=0, output="numpy", threads=1, **plan) for plan in plans]
     rows = 0
     while not stress.over(store):
         if choose.random() < 0.3:

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from deadlines import patience
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, WaitTimeoutError
@@ -52,7 +53,7 @@ def test_inserts_wait_at_the_upper_edge_and_draws_at_the_lower(store):
 def test_nothing_is_drawn_before_the_minimum_can_be_selected(store):
     store.limiter.set(min_size_to_sample=3)
     insert(store, 2)
-    with gt.Replay(store, Uniform(seed=0), batch_size=2, prefetch=0, timeout_s=0.05, output="numpy") as replay:
+    with replay_of(store, Uniform(seed=0), batch_size=2, prefetch=0, timeout_s=0.05, output="numpy") as replay:
         with pytest.raises(WaitTimeoutError, match=r"at least 3 rows.*2 rows selectable"):
             replay.sample()
         insert(store)
@@ -88,7 +89,7 @@ def test_an_error_tells_slow_writers_from_none(store):
 def test_a_replay_that_is_ahead_goes_on_when_rows_come(store):
     store.limiter.set(samples_per_insert=4, min_size_to_sample=2, error_buffer=8)
     insert(store, 2)
-    with gt.Replay(store, Uniform(seed=0), batch_size=4, prefetch=1, timeout_s=patience(20), output="numpy") as replay:
+    with replay_of(store, Uniform(seed=0), batch_size=4, prefetch=1, timeout_s=patience(20), output="numpy") as replay:
         replay.sample()
         writer = threading.Thread(target=lambda: [insert(store) for _ in range(20)])
         writer.start()
@@ -102,7 +103,7 @@ def test_a_replay_that_is_ahead_goes_on_when_rows_come(store):
 
 def test_closing_a_replay_ends_its_wait(store):
     store.limiter.set(min_size_to_sample=100)
-    replay = gt.Replay(store, Uniform(seed=0), batch_size=2, prefetch=1, timeout_s=patience(60), output="numpy")
+    replay = replay_of(store, Uniform(seed=0), batch_size=2, prefetch=1, timeout_s=patience(60), output="numpy")
     told = []
 
     def wait():
@@ -122,7 +123,7 @@ def test_closing_a_replay_ends_its_wait(store):
 def test_a_draw_that_failed_is_not_counted(store):
     store.limiter.set(samples_per_insert=1, min_size_to_sample=1, error_buffer=50)
     insert(store, 2)
-    with gt.Replay(store, Uniform(seed=0), batch_size=2, prefetch=0, min_rows=5, output="numpy") as replay:
+    with replay_of(store, Uniform(seed=0), batch_size=2, prefetch=0, min_rows=5, output="numpy") as replay:
         with pytest.raises(gt.errors.NotEnoughRowsError):
             replay.sample()
     assert store.limiter.state().samples == 0
@@ -197,7 +198,7 @@ def test_ranks_wait_for_their_own_shards(store_name):
         insert(each, 4)
 
     def body(rank):
-        with gt.Replay(
+        with replay_of(
             stores[rank.rank],
             Uniform(seed=0),
             batch_size=8,
@@ -234,7 +235,7 @@ def test_processes_keep_to_one_ratio_and_a_killed_one_holds_up_nobody(store):
     for writer in writers:
         writer.start()
     try:
-        with gt.Replay(
+        with replay_of(
             store, Uniform(seed=0), batch_size=8, prefetch=0, timeout_s=patience(60), output="numpy"
         ) as replay:
             for number in range(200):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from deadlines import patience, until
 from mounts import file_system
+from replay_calls import replay_of
 from segments import Fork, kill
 
 import geartrain as gt
@@ -118,14 +119,14 @@ def test_a_data_set_on_a_read_only_file_system_is_trained_on(
 
 def test_a_reader_waits_for_a_living_writer_and_for_no_other(name: str) -> None:
     with gt.Store.create(name, FIELDS, max_length=STEPS, capacity=ROWS) as store:
-        with gt.Store.open(name, mode="r") as looked, gt.Replay(looked, Uniform(), 4, min_rows=4) as replay:
+        with gt.Store.open(name, mode="r") as looked, replay_of(looked, Uniform(), 4, min_rows=4) as replay:
             assert looked.other_processes() == 1
             fill(store, 4)
             assert len(replay.sample()) == 4
     path = store.path.with_name(f"{store.path.name}.empty")
     try:
         gt.Store.create(path, FIELDS, max_length=STEPS, capacity=ROWS).close()
-        with gt.Store.open(path, mode="r") as looked, gt.Replay(looked, Uniform(), 4, timeout_s=60) as replay:
+        with gt.Store.open(path, mode="r") as looked, replay_of(looked, Uniform(), 4, timeout_s=60) as replay:
             with pytest.raises(NotEnoughRowsError, match="no other process has it open"):
                 replay.sample()
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError, WaitTimeoutError
@@ -103,7 +104,7 @@ def test_four_samples_per_step_of_the_environments():
     limit = {"samples_per_insert": 4, "min_size_to_sample": 20, "error_buffer": 8}
     store, recorder = recorded(19, envs=1, publish_every=1, limit=limit)
     options = {"view": gt.Transitions(), "prefetch": 0, "timeout_s": 0.02, "output": "numpy"}
-    with gt.Replay(store, Uniform(over="steps", seed=0), 8, **options) as replay:
+    with replay_of(store, Uniform(over="steps", seed=0), 8, **options) as replay:
         with pytest.raises(WaitTimeoutError, match=r"too few steps are selectable.*at least 20 steps.*19 steps sel"):
             replay.sample()
         step(recorder, np.zeros(1, bool))
@@ -135,7 +136,7 @@ def test_a_batch_needs_min_steps_also_after_rows_have_gone():
     """Whatever is known of the steps of before: rows come, others are evicted, and some are deleted."""
     store = gt.Store.create(PLAIN, max_length=5, capacity=10)
     rng = np.random.default_rng(3)
-    with gt.Replay(store, Uniform(seed=0), 2, min_steps=25, prefetch=0, output="numpy") as replay:
+    with replay_of(store, Uniform(seed=0), 2, min_steps=25, prefetch=0, output="numpy") as replay:
         for _ in range(200):
             if rng.random() < 0.7:
                 store.insert({"x": np.zeros((1, 5), np.int64)}, lengths=rng.integers(1, 6, 1))

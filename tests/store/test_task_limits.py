@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from deadlines import patience
+from replay_calls import replay_of
 from segments import Pipe, kill
 
 import geartrain as gt
@@ -99,7 +100,7 @@ def test_a_batch_that_nobody_gets_gives_its_rows_back(store: gt.Store) -> None:
     def refuse(batch: gt.Batch) -> None:
         raise RuntimeError("refused")
 
-    with gt.Replay(store, gt.selection.Fifo(), batch_size=2, prefetch=0, transform=refuse) as replay:
+    with replay_of(store, gt.selection.Fifo(), batch_size=2, prefetch=0, transform=refuse) as replay:
         with pytest.raises(RuntimeError, match="refused"):
             replay.sample()
         assert in_flight(store) == len(store) == 2
@@ -177,14 +178,14 @@ def test_what_can_never_be_is_refused_at_once(store: gt.Store) -> None:
     with pytest.raises(ArgumentError, match=r"lets 40 rows be in flight, and a batch that needs 41 would never"):
         gt.Replay(store, gt.selection.Fifo(), batch_size=41)
     with pytest.raises(ArgumentError, match="a batch that needs 50"):
-        gt.Replay(store, gt.selection.Fifo(), batch_size=4, min_rows=50)
+        replay_of(store, gt.selection.Fifo(), batch_size=4, min_rows=50)
     store.limiter.set(in_flight=None)
     with pytest.raises(ArgumentError, match=f"has room for {store.capacity} rows.*larger capacity="):
         gt.Replay(store, gt.selection.Fifo(), batch_size=store.capacity + 1)
 
 
 def test_a_limit_that_is_lowered_below_a_batch_ends_the_wait_for_it(store: gt.Store) -> None:
-    with gt.Replay(store, gt.selection.Fifo(), 4, prefetch=0, timeout_s=patience(5)) as replay, store.expect_writers():
+    with replay_of(store, gt.selection.Fifo(), 4, prefetch=0, timeout_s=patience(5)) as replay, store.expect_writers():
         store.limiter.set(in_flight=2)
         insert(store, 2)
         with pytest.raises(NotEnoughRowsError, match=r"needs 4 .*lets 2 rows be in flight: raise limiter"):
@@ -428,7 +429,7 @@ def test_kept_rows_are_never_too_old_and_in_flight_only_until_their_batch_is_fin
     store.limiter.set(in_flight=4, max_stale=0)
     insert(store, 4)
     work(store, 4)
-    with gt.Replay(store, gt.selection.Fifo(), batch_size=2, prefetch=0, keep="saved", output="numpy") as replay:
+    with replay_of(store, gt.selection.Fifo(), batch_size=2, prefetch=0, keep="saved", output="numpy") as replay:
         first = replay.sample()
         assert in_flight(store) == 4
         replay.sample()
@@ -436,6 +437,6 @@ def test_kept_rows_are_never_too_old_and_in_flight_only_until_their_batch_is_fin
         assert (in_flight(store), store.stats()["kept"], store.stats()["stale"]) == (2, 4, 0)
     assert in_flight(store) == 0
     insert(store, 3)
-    with gt.Replay(store, gt.selection.Fifo(), batch_size=2, prefetch=0, keep="saved", output="numpy") as replay:
+    with replay_of(store, gt.selection.Fifo(), batch_size=2, prefetch=0, keep="saved", output="numpy") as replay:
         assert replay.sample()["x"].tolist() == first["x"].tolist()  # drawn again, as after a crash
         assert in_flight(store) == 3

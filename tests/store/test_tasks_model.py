@@ -22,6 +22,7 @@ from deadlines import patience
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from replay_calls import replay_of
 from segments import kill
 
 import geartrain as gt
@@ -669,7 +670,7 @@ class TasksModel(RuleBasedStateMachine):
 
         def drawn(store: gt.Store) -> Any:
             options: Any = {"prefetch": 0, "output": "numpy", "timeout_s": 0, "keep": "saved"}
-            with gt.Replay(store, gt.selection.Fifo(), n, **options) as replay:
+            with replay_of(store, gt.selection.Fifo(), n, **options) as replay:
                 replay.load_state_dict({**replay.state_dict(), "step": step})
                 return replay.sample()
 

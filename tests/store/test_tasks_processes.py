@@ -11,6 +11,7 @@ import grpo
 import numpy as np
 import pytest
 from deadlines import patience
+from replay_calls import replay_of
 from segments import Pipe, kill, wait_for
 
 import geartrain as gt
@@ -41,7 +42,7 @@ def test_rows_pass_through_tasks_in_processes_of_their_own_and_are_trained_on(na
     with grpo.new_store(name, capacity=16) as store:
         children = [fork(load), *(fork(lambda task=task: loop(name, task)) for task in ("answer", *WORK))]  # type: ignore[misc]
         seen: list[int] = []
-        for batch in gt.Replay(store, gt.selection.Fifo(), batch_size=4, timeout_s=patience(60)):
+        for batch in replay_of(store, gt.selection.Fifo(), batch_size=4, timeout_s=patience(60)):
             seen += grpo.check(batch)
             if len(seen) == rows:
                 break

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from replay_calls import replay_of
 
 import geartrain as gt
 import geartrain.replay.device.priority_mirror as priority_mirror
@@ -88,8 +89,8 @@ def copied_once_it_pays(name: str, device: Any) -> int:
             settings: dict[str, Any] = {"window": 4, "prefetch": 0}
             on_device = DeviceOptions(device, path="gather")
             with (
-                gt.Replay(store, Prioritized(seed=1), 6, **settings) as slow,
-                gt.Replay(store, Prioritized(seed=1), 6, **settings, device=on_device) as fast,
+                replay_of(store, Prioritized(seed=1), 6, **settings) as slow,
+                replay_of(store, Prioritized(seed=1), 6, **settings, device=on_device) as fast,
             ):
 
                 def drawn(batches: int) -> list[bool]:
@@ -122,13 +123,13 @@ def copied_once_it_pays(name: str, device: Any) -> int:
                 assert drawn(6) == [False] * 4 + [True] * 2
                 assert mirror.refreshed == 4
                 priority_mirror.LINK_GB_PER_S *= 100  # a copy is paid for by a batch
-                with gt.Replay(store, Prioritized(seed=1), 6, **settings, device=on_device) as changing:
+                with replay_of(store, Prioritized(seed=1), 6, **settings, device=on_device) as changing:
                     changing.sample()
                     assert changing.describe()[0]["select"] == "device"
                     changing.update_priorities(store.keys()[:3], np.full(3, 9.0))
                     changing.sample()
                     assert changing.describe()[0]["select"] == "device"
-                with gt.Replay(store, Prioritized(seed=1), 6, **settings, device=on_device) as full:
+                with replay_of(store, Prioritized(seed=1), 6, **settings, device=on_device) as full:
                     empty = full._builder.device.empty
 
                     def without_room(shape: Any, dtype: Any, empty: Any = empty) -> Any:
@@ -185,7 +186,7 @@ def nothing_torn(name: str, device: Any, select: str, pause_s: float) -> int:
         writer = threading.Thread(target=write)
         options = DeviceOptions(device, path="gather", select=select)
         batches = 0
-        with gt.Replay(store, Uniform(seed=1), 6, device=options, timeout_s=300) as replay:
+        with replay_of(store, Uniform(seed=1), 6, device=options, timeout_s=300) as replay:
             writer.start()
             try:
                 while batches < 8 or replay.stats()["redrawn"] == 0:

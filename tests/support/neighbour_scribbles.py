@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from replay_calls import replay_of
 from segment_images import STATUS
 
 import geartrain as gt
@@ -76,7 +77,7 @@ def over_ranks(stores: list[gt.Store], until_s: float, seed: int, counts: collec
 
     def body(rank: ThreadRankGroup) -> None:
         options: Any = {"output": "numpy", "prefetch": 0, "timeout_s": 2, "window": window}
-        with gt.Replay(stores[rank.rank], strategy, 16, group=rank, **options) as replay:
+        with replay_of(stores[rank.rank], strategy, 16, group=rank, **options) as replay:
             while time.monotonic() < until_s:
                 replay.sample()
                 counts["batches over ranks"] += 1

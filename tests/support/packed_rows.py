@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
@@ -84,7 +85,7 @@ def over_ranks(
 
     def body(rank: ThreadRankGroup) -> tuple[list[gt.Batch], dict[str, Any]]:
         store = stores[rank.rank % len(stores)]
-        with gt.Replay(store, selection, batch_size, group=rank, **settings) as replay:
+        with replay_of(store, selection, batch_size, group=rank, **settings) as replay:
             made = []
             for batch in replay:
                 seen(batch)

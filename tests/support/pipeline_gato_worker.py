@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from replay_calls import replay_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import geartrain as gt
@@ -57,7 +58,7 @@ def main(out, name):
         everywhere = pipeline_gato.Everywhere(f"{name}-{stages}", trainer, mesh, model())
         how = {"mesh": mesh, "inputs": ["return_to_go", "obs", "action"], "targets": ["action"]}
         selection = gt.selection.Prioritized(seed=0)
-        with gt.Replay(store, selection, learner.BATCH, window=learner.CONTEXT, num_batches=STEPS, **how) as replay:
+        with replay_of(store, selection, learner.BATCH, window=learner.CONTEXT, num_batches=STEPS, **how) as replay:
             losses = [trainer.step(number, batch) for number, batch in enumerate(replay)]
         if trainer.part.is_last_stage:
             found[f"{stages}x{replicas}"] = losses
@@ -69,7 +70,7 @@ def main(out, name):
         alone = model()
         average = torch.optim.swa_utils.AveragedModel(alone, multi_avg_fn=pipeline_gato.get_ema_multi_avg_fn(0.97))
         how = {"window": learner.CONTEXT, "fields": learner.WINDOW_FIELDS, "num_batches": STEPS}
-        with gt.Replay(store, gt.selection.Prioritized(seed=0), learner.BATCH, **how) as replay:
+        with replay_of(store, gt.selection.Prioritized(seed=0), learner.BATCH, **how) as replay:
             found["alone"] = []
             for loss in learner.train(alone, replay, STEPS):
                 found["alone"].append(loss)

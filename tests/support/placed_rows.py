@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.core.keys import Keys
@@ -104,7 +105,7 @@ def replayed(
     def body(rank: ThreadRankGroup) -> tuple[dict[str, float], PlacementReport]:
         store = stores[rank.rank % len(stores)]
         settings = {**options, "mesh": at(rank.rank, *mesh)} if mesh else options
-        with gt.Replay(
+        with replay_of(
             store, selection, batch_size, group=rank, output="numpy", num_batches=batches, **settings
         ) as replay:
             for _ in replay:

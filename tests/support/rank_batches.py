@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
@@ -83,7 +84,7 @@ def over_ranks(
 
     def body(rank: ThreadRankGroup) -> tuple[list[gt.Batch], dict[str, float]]:
         store = stores[rank.rank % len(stores)]
-        with gt.Replay(store, selection, B, group=rank, **settings) as replay:
+        with replay_of(store, selection, B, group=rank, **settings) as replay:
             made = []
             for batch in replay:
                 check(batch)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.replay.device import DeviceOptions
@@ -49,8 +50,8 @@ def same_batches(name: str, strategy: Any, updates: bool, devices: list[Any] | N
         options = DeviceOptions(device, path="gather", select="device")
         with (
             gt.Store.open(f"{name}-{rank % 2}") as store,
-            gt.Replay(store, strategy, BATCH, group=group, **settings) as slow,
-            gt.Replay(store, strategy, BATCH, group=others[rank], device=options, **settings) as fast,
+            replay_of(store, strategy, BATCH, group=group, **settings) as slow,
+            replay_of(store, strategy, BATCH, group=others[rank], device=options, **settings) as fast,
         ):
             for step in range(STEPS):
                 host, found = slow.sample(), fast.sample()
@@ -89,7 +90,7 @@ def only_this_replay_updates(name: str, devices: list[Any] | None = None) -> int
         options = DeviceOptions(device, path="gather", select="device")
         with (
             gt.Store.open(f"{name}-{group.rank}") as store,
-            gt.Replay(
+            replay_of(
                 store, Prioritized(seed=1), 12, window=4, prefetch=0, group=group, device=options, assignment="ordered"
             ) as fast,
         ):
@@ -130,7 +131,7 @@ def nothing_torn(name: str, pause_s: float, devices: list[Any] | None = None) ->
         options = DeviceOptions(device, path="gather", select="device")
         with (
             gt.Store.open(f"{name}-{group.rank}") as store,
-            gt.Replay(store, Prioritized(seed=1), 12, prefetch=0, group=group, device=options, timeout_s=300) as fast,
+            replay_of(store, Prioritized(seed=1), 12, prefetch=0, group=group, device=options, timeout_s=300) as fast,
         ):
             for _ in range(12):
                 x = fast.sample()["x"].cpu()

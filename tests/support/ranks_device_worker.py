@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from device_batches import check_same
 from ranks_worker import say
+from replay_calls import replay_of
 from test_ranks_device import FIELDS, STEPS, B, N, values
 
 import geartrain as gt
@@ -90,8 +91,8 @@ def stages(name: str) -> None:
     with store_of(f"{name}-{rank}", rank, size) as store:
         options = DeviceOptions(device, exchange="nccl")
         with (
-            gt.Replay(store, Uniform(seed=1), B, **settings) as slow,
-            gt.Replay(store, Uniform(seed=1), B, device=options, **settings) as fast,
+            replay_of(store, Uniform(seed=1), B, **settings) as slow,
+            replay_of(store, Uniform(seed=1), B, device=options, **settings) as fast,
         ):
             for host, landed in zip(slow, fast, strict=True):
                 finish(device)
@@ -113,7 +114,7 @@ def shared(name: str) -> None:
     with store:
         for strategy in (Uniform(seed=1), Prioritized(seed=3, beta=0.5)):
             settings: dict[str, Any] = {"window": 4, "num_batches": 4, "group": dist.group.WORLD, "timeout_s": 20}
-            with gt.Replay(store, strategy, B, device=options, **settings) as replay:
+            with replay_of(store, strategy, B, device=options, **settings) as replay:
                 for batch in replay:
                     if device is not None:
                         device.finish()
@@ -142,7 +143,7 @@ def killed(name: str, at: int = 5) -> None:
     device = device_of(rank)
     store = store_of(f"{name}-{rank}", rank, size)
     options = DeviceOptions(device, exchange="nccl")
-    replay = gt.Replay(
+    replay = replay_of(
         store, Uniform(seed=1), B, window=5, assignment="ordered", group=dist.group.WORLD, device=options, timeout_s=3
     )
     for step in range(1000):

@@ -16,6 +16,7 @@ from typing import Any
 import grpo
 import numpy as np
 import torch.distributed as dist
+from replay_calls import replay_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import geartrain as gt
@@ -49,7 +50,7 @@ def batches(name: str) -> None:
     store = store_of(f"{name}-{rank}", N * rank // size, N * (rank + 1) // size)
     lag = int(os.environ.get("UPDATE_LAG", "2"))
     options: Any = {"window": 3, "num_batches": 5, "update_lag": lag}
-    with store, gt.Replay(store, Prioritized(seed=3), B, group=dist.group.WORLD, **options) as replay:
+    with store, replay_of(store, Prioritized(seed=3), B, group=dist.group.WORLD, **options) as replay:
         for batch in replay:
             assert (batch["x"][:, -1, 0] == batch["number"]).all()
             replay.update_priorities(batch.keys, batch["number"] % 7)
@@ -74,7 +75,7 @@ def packed(name: str) -> None:
     at = int(os.environ.get("KILL_AT", "-1"))
     options: Any = {"balance": "tokens", "num_batches": 5, "group": dist.group.WORLD, "prefetch": 0, "timeout_s": 10}
     store = packed_store(f"{name}-{rank}", N * rank // size, N * (rank + 1) // size)
-    replay = gt.Replay(store, Uniform(seed=3), B, **options)
+    replay = replay_of(store, Uniform(seed=3), B, **options)
     try:
         for batch in replay:
             numbers, lengths = batch["number"].tolist(), batch.lengths("tokens").tolist()
@@ -100,7 +101,7 @@ def kept(name: str) -> None:
     store = grpo.new_store(f"{name}-{rank % 2}")
     options: Any = {"group": dist.group.WORLD, "keep": "saved", "balance": "tokens", "timeout_s": 20}
     try:
-        with gt.Replay(store, Uniform(seed=3, replacement=False), 8, **options) as replay:
+        with replay_of(store, Uniform(seed=3, replacement=False), 8, **options) as replay:
             if state.exists():
                 replay.load_state_dict(json.loads(state.read_text()))
             for batch in replay:
@@ -163,10 +164,10 @@ def mesh(name: str) -> None:
     dims = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     store = store_of(f"{name}-{rank}", N * rank // 4, N * (rank + 1) // 4)
     with store:
-        with gt.Replay(store, Uniform(seed=1), B, mesh=dims, inputs=["x"], targets=["number"], num_batches=2) as replay:
+        with replay_of(store, Uniform(seed=1), B, mesh=dims, inputs=["x"], targets=["number"], num_batches=2) as replay:
             for batch in replay:
                 say(rank=rank, fields=sorted(batch), draw=batch.draw.tolist(), rows=batch.keys.row.tolist())
-        with gt.Replay(store, Uniform(seed=1), B, mesh=dims["dp"], num_batches=1) as replay:
+        with replay_of(store, Uniform(seed=1), B, mesh=dims["dp"], num_batches=1) as replay:
             say(rank=rank, slice=replay.sample().draw.tolist())
 
 
@@ -179,7 +180,7 @@ def again(name: str) -> None:
     store = store_of(f"{name}-{rank}", N * rank // size, N * (rank + 1) // size)
     with store:
         for seed in range(3):
-            with gt.Replay(store, Uniform(seed=seed), B, group=dist.group.WORLD, num_batches=2, timeout_s=20) as replay:
+            with replay_of(store, Uniform(seed=seed), B, group=dist.group.WORLD, num_batches=2, timeout_s=20) as replay:
                 drawn = [batch.keys.row.tolist() for batch in replay]
         one = gt.Replay(store, Uniform(seed=2), B, group=dist.group.WORLD)
         other = gt.Replay(store, Uniform(seed=2), B, group=dist.group.WORLD)
@@ -248,7 +249,7 @@ def killed(name: str) -> None:
     prefetch = int(os.environ["PREFETCH"])
     lag = prefetch + int(os.environ.get("EXTRA_LAG", "0"))
     options: Any = {"prefetch": prefetch, "update_lag": lag, "timeout_s": 3}
-    replay = gt.Replay(store, Uniform(seed=1), B, group=dist.group.WORLD, **options)
+    replay = replay_of(store, Uniform(seed=1), B, group=dist.group.WORLD, **options)
     for step in range(1000):
         if rank == 1 and step == 5:
             os.kill(os.getpid(), 9 if how == "kill" else 19)
@@ -298,7 +299,7 @@ def dies_in_the_agreement(name: str) -> None:
         read_agreement.ReadAgreement.exchange = exchange_and_end
         draw.RADIX = 0
     store = store_of(f"{name}-{rank}", N * rank // 3, N * (rank + 1) // 3)
-    replay = gt.Replay(store, Uniform(seed=1), B, group=dist.group.WORLD, prefetch=0, timeout_s=3)
+    replay = replay_of(store, Uniform(seed=1), B, group=dist.group.WORLD, prefetch=0, timeout_s=3)
     seen = []
     for step in range(1000):
         began_s = time.monotonic()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from replay_calls import replay_of
 from selection_reference import ROW_STREAM, WINDOW_STREAM, below, random_bits
 
 import geartrain as gt
@@ -111,7 +112,7 @@ def over_ranks(
 
     def body(rank: ThreadRankGroup) -> tuple[list[gt.Batch], dict[str, float]]:
         settings = {"output": "numpy", "prefetch": 0, "group": rank, **options}  # figures of these batches alone
-        with gt.Replay(stores[rank.rank % len(stores)], selection, n, **settings) as replay:
+        with replay_of(stores[rank.rank % len(stores)], selection, n, **settings) as replay:
             return [replay.sample() for _ in range(batches)], replay.stats()
 
     results = run_ranks(ranks or len(stores), body)
@@ -120,7 +121,7 @@ def over_ranks(
 
 def alone(store: Any, selection: Any, n: int, batches: int = 3, **options: Any) -> list[dict[str, NDArray[Any]]]:
     """The batches of one process."""
-    with gt.Replay(store, selection, n, output="numpy", prefetch=0, **options) as replay:
+    with replay_of(store, selection, n, output="numpy", prefetch=0, **options) as replay:
         return [as_record(replay.sample()) for _ in range(batches)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+from replay_calls import replay_of
 
 import geartrain as gt
 
@@ -25,7 +26,7 @@ def act(context):
 def learn(context):
     store = context.store()
     store.limiter.set(samples_per_insert=4, min_size_to_sample=1, error_buffer=16)
-    replay = gt.Replay(store, gt.selection.Uniform(seed=0), batch_size=4, output="numpy", timeout_s=600.0)
+    replay = replay_of(store, gt.selection.Uniform(seed=0), batch_size=4, output="numpy", timeout_s=600.0)
     with context.watch(replay):
         while not context.stopping:
             replay.sample()

@@ -6,20 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from geartrain.core.arguments import check_choice, check_whole
+from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError, ReadOnlyStoreError
 from geartrain.replay.batch import Batch
 from geartrain.replay.cost import Cost, as_cost
 from geartrain.replay.device.options import DeviceOptions
-from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
+from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import RankGroup
-from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch_plan import As, FetchPlan, Pad, check_names_of, check_same_schema
 from geartrain.replay.groups import rows_for
+from geartrain.replay.options import MAX_PREFETCH, RankOptions, ReplayOptions, check_within
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.transitions import TransitionPlan, Transitions
 from geartrain.replay.windows import Windows, as_windows, check_windows
-from geartrain.selection.arguments import check_number
 from geartrain.selection.declared import MAX_DRAWS
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Mixture, Selection, strategies_of, with_seeds
@@ -31,45 +30,27 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-# More batches ahead than any machine has use for: a mistake.
-MAX_PREFETCH = 1024
-MAX_UPDATE_LAG = 2 * MAX_PREFETCH
-
 #: What torch's `DataLoader` takes in a replay's place.
 DATASET = "For torch's DataLoader: DataLoader(geartrain.ReplayDataset(replay), batch_size=None)"
 
 
-class ReplayOptions(TypedDict, total=False):
-    """The options of `Replay`, which documents them, for type checkers."""
+class ReplayKeywords(TypedDict, total=False):
+    """The keyword arguments of `Replay`, which documents them, for type checkers."""
 
     fields: Sequence[str] | None
     window: int | Windows | None
-    pad: Pad
-    first_only: Sequence[str]
+    view: Transitions | None
     prefetch: int
     output: As
     num_batches: int | None
-    min_rows: int | None
-    min_steps: int | None
-    threads: int | None
-    timeout_s: float
-    update_lag: int | None
-    group: ProcessGroup | RankGroup | None
-    mesh: Mesh | None
-    inputs: Sequence[str] | None
-    targets: Sequence[str] | None
-    assignment: Assignment
-    balance: str | Cost | None
+    group: ProcessGroup | RankGroup | RankOptions | None
     device: str | torch.device | DeviceOptions | None
-    seed: int
-    view: Transitions | None
-    transform: Callable[[Batch], Any] | None
-    keep: Literal["saved"] | None
+    options: ReplayOptions | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class ReplayConfig:
-    """The arguments of a `Replay`, as its builders take them; see there.
+    """The arguments and options of a `Replay`, as its builders take them; see there.
 
     Attributes:
         fields: names of the fields wanted; where inputs or targets are given, all of those.
@@ -82,75 +63,47 @@ class ReplayConfig:
     """
 
     batch_size: int
-    fields: Sequence[str] | None = None
-    window: int | Windows | None = None
-    pad: Pad = "left"
-    first_only: Sequence[str] = ()
-    prefetch: int = 2
-    output: As = "torch"
-    num_batches: int | None = None
-    min_rows: int | None = None
-    min_steps: int | None = None
-    threads: int | None = None
-    timeout_s: float = 60.0
-    inputs: Sequence[str] | None = None
-    targets: Sequence[str] | None = None
-    assignment: Assignment = "local_first"
-    balance: str | Cost | None = None
-    device: DeviceOptions | None = None
-    seed: int = 0
-    view: Transitions | None = None
-    transform: Callable[[Batch], Any] | None = None
-    update_lag: int | None = None
-    keep: Literal["saved"] | None = None
+    fields: Sequence[str] | None
+    window: int | Windows | None
+    pad: Pad
+    first_only: Sequence[str]
+    prefetch: int
+    output: As
+    num_batches: int | None
+    min_rows: int | None
+    min_steps: int | None
+    threads: int | None
+    timeout_s: float
+    inputs: Sequence[str] | None
+    targets: Sequence[str] | None
+    assignment: Assignment
+    balance: str | Cost | None
+    device: DeviceOptions | None
+    seed: int
+    view: Transitions | None
+    transform: Callable[[Batch], Any] | None
+    update_lag: int | None
+    keep: Literal["saved"] | None
 
     def __post_init__(self) -> None:
-        for what, value, least, most in (
-            ("batch_size", self.batch_size, 1, MAX_DRAWS),
-            ("prefetch", self.prefetch, 0, MAX_PREFETCH),
-            ("min_rows", self.min_rows, 1, 2**32),
-            ("min_steps", self.min_steps, 1, 2**63 - 1),
-            ("num_batches", self.num_batches, 0, 2**63 - 1),
-            ("update_lag", self.update_lag, 0, MAX_UPDATE_LAG),
-        ):
-            if value is None and what in ("min_rows", "min_steps", "num_batches", "update_lag"):
-                continue
-            number = check_whole(what, value)
-            if number < least:
-                raise ArgumentError(f"{what} must be at least {least}, found {value}")
-            if number > most:
-                raise ArgumentError(f"{what} is at most {most}, found {value}")
+        check_within("batch_size", check_whole("batch_size", self.batch_size), 1, MAX_DRAWS)
+        check_within("prefetch", check_whole("prefetch", self.prefetch), 0, MAX_PREFETCH)
+        check_within("num_batches", self.num_batches, 0, 2**63 - 1)
         if self.update_lag is not None and self.update_lag < self.prefetch:
             raise ArgumentError(
                 "update_lag must be at least prefetch, because batches are drawn that much earlier; found "
                 f"update_lag={self.update_lag} with prefetch={self.prefetch}"
             )
-        check_number("timeout_s", self.timeout_s, "from 0 to 1e9 seconds", least=0)
-        if self.timeout_s > 1e9:
-            raise ArgumentError(f"timeout_s must be from 0 to 1e9 seconds, found {self.timeout_s}")
-        check_names_of("first_only", self.first_only)
-        for what, names in (("fields", self.fields), ("inputs", self.inputs), ("targets", self.targets)):
-            if names is not None:
-                check_names_of(what, names)
-        check_choice("assignment", self.assignment, ASSIGNMENTS)
+        if self.fields is not None:
+            check_names_of("fields", self.fields)
         object.__setattr__(self, "balance", as_cost(self.balance))
-        if self.balance is not None and self.assignment == "ordered":
-            raise ArgumentError(
-                "balance= chooses the replica of each row by its cost: leave out assignment='ordered', which gives "
-                "replica i the i-th slice"
-            )
-        if self.keep is not None:
-            check_choice("keep", self.keep, ("saved",))
         if self.device is not None and self.output != "torch":
             raise ArgumentError(
                 f"batches on a device are torch tensors, found output={self.output!r}; they support DLPack"
             )
-        check_seed(self.seed)
         as_windows(self.window)
         if self.view is not None:
             self._check_view(self.view)
-        if self.transform is not None and not callable(self.transform):
-            raise ArgumentError(f"transform is a function of a batch, found {self.transform!r}")
         if self.inputs is not None or self.targets is not None:
             if self.fields is not None:
                 raise ArgumentError("give fields, or inputs and targets, not both")
@@ -282,4 +235,4 @@ def _check_shared_rows(store: Store, strategy: Strategy, windows: Windows | None
         raise ArgumentError(f"{several}, which have windows told by every step: leave out stride={windows.stride}")
 
 
-__all__ = ["ReplayConfig", "ReplayOptions", "make_samplers", "seeded_selection", "stores_of"]
+__all__ = ["ReplayConfig", "ReplayKeywords", "make_samplers", "seeded_selection", "stores_of"]

@@ -60,7 +60,7 @@ class Cost:
 
 
 def as_cost(balance: object) -> Cost | None:
-    """The cost that `Replay(balance=...)` names; raises `ArgumentError` for what is none."""
+    """The cost that `RankOptions(balance=...)` names; raises `ArgumentError` for what is none."""
     if balance is None or isinstance(balance, Cost):
         return balance
     if not isinstance(balance, str):

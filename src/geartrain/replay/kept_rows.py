@@ -1,4 +1,4 @@
-"""Rows that a replay's batches keep in the store until they are told to be saved: `Replay(keep="saved")`.
+"""Rows that a replay's batches keep in the store until they are told to be saved: `ReplayOptions(keep="saved")`.
 
 A drawn row is not freed. It is marked with the step of its batch and its place there. The mark is in the segment, so it
 survives every process. A replay that comes to a step whose rows are marked draws these rows again, in their places.

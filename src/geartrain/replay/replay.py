@@ -17,14 +17,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, overload
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 
 from numpy.typing import ArrayLike
 
 import geartrain.core.trace as trace
 from geartrain._native import forks
-from geartrain.core.arguments import check_whole, refuse_copies
+from geartrain.core.arguments import check_whole, refuse_copies, shown
 from geartrain.core.keys import Keys
 from geartrain.core.process_report import register
 from geartrain.core.threads import held, owns
@@ -33,14 +33,12 @@ from geartrain.replay.batch import Batch
 from geartrain.replay.batch_loader import LEAVE_S, BatchLoader, close_here
 from geartrain.replay.builder import given_priorities
 from geartrain.replay.builder_choice import open_builder
-from geartrain.replay.config import DATASET, ReplayConfig, ReplayOptions, seeded_selection, stores_of
-from geartrain.replay.cost import Cost
+from geartrain.replay.config import DATASET, ReplayConfig, ReplayKeywords, seeded_selection, stores_of
 from geartrain.replay.device import DeviceOptions
-from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import RankGroup
-from geartrain.replay.distributed.topology import Mesh
-from geartrain.replay.fetch_plan import As, Pad
+from geartrain.replay.fetch_plan import As
 from geartrain.replay.figures import ConsumerFigures, figures_of_passes
+from geartrain.replay.options import RankOptions, ReplayOptions
 from geartrain.replay.state import checked_state
 from geartrain.replay.store_waits import NoMoreRowsError
 from geartrain.replay.transitions import Transitions
@@ -81,57 +79,20 @@ class Replay:
             `geartrain.Windows` for windows at a row's start or end, with a stride, where a function says, or with
             offsets of steps for each field. By default whole rows; in rows with several episodes, the drawn step's
             whole episode.
-        pad: side on which short windows are padded, "left" or "right". Not with offsets, whose steps keep their places.
-        first_only: names of fields of which batches have the first step of each window alone, (B, ...) instead of
-            (B, W, ...), such as a recurrent state. It is the step `batch.start`, never padding. Only this step is
-            copied.
+        view: `geartrain.Transitions`, for batches of transitions instead of windows. In host memory only. Over several
+            ranks each rank builds the transitions of its own rows and sends only these.
         prefetch: number of batches to prepare ahead on a background thread. 0 builds each batch when you ask for it, so
             it sees every earlier priority update. With n, a batch may have been drawn up to n steps ago. Batches that
             take less than about 50 us are built on demand in any case, because waking the thread would cost more. So
             are batches below a millisecond if you ask for the next one at once.
         output: "torch" tensors or "numpy" arrays.
         num_batches: batches of one iteration; endless by default.
-        min_rows: fewest rows to draw from; over several ranks, of all ranks together. With fewer, a batch waits up to
-            `timeout_s` if another process has the store open or is about to (`Store.expect_writers`); over several
-            ranks only the latter counts. Otherwise `NotEnoughRowsError` is raised at once. A writer thread in this
-            process cannot be seen: use `store.limiter.set(min_size_to_sample=...)` for it. 1 by default. For a
-            store with `max_times_sampled` it is the batch size, or the least rows of a batch of late groups
-            (`GroupSampling(least=...)`), so that no sample is wasted on half a batch.
-        min_steps: the same in steps (`Store.num_steps`), for example 10_000 steps of the environments before the first
-            gradient step. No minimum by default. In a mixture, `min_rows` and `min_steps` are those of each store.
-        threads: threads that copy; by default up to 4 of the cores this process may use.
-        timeout_s: longest wait for a batch and for another rank, in seconds. Your own strategy code and `transform` are
-            not interrupted.
-        update_lag: number of batches after which priority updates take effect. Batch t sees exactly the updates made
-            before batch `t - update_lag` was requested, on any number of ranks. At least `prefetch`, which is the
-            default over several ranks. By default a replay without a group applies updates at once. Above `prefetch`,
-            ranks draw without waiting for each other's updates, which hides the latency between hosts (docs/ranks.md).
-            Several ranks take this for independent draws only. If a shard lost rows and a batch is drawn again, it sees
-            the updates of one batch more.
         group: the ranks that train together, each with its host's shard as `store`: a `torch.distributed` process group
-            (data parallel), or a `RankGroup`. Every rank makes the replay and requests batches alike, and gets its part
-            of one global batch (docs/ranks.md).
-        mesh: the same with pipeline and tensor parallelism: a `DeviceMesh` with dimensions named dp, pp and tp, a
-            DeepSpeed grid or topology, or an object with the usual mpu methods.
-        inputs, targets: fields for the first and the last pipeline stage, instead of `fields`. A rank that is both gets
-            both.
-        assignment: "local_first" prefers rows of the rank's own host, "ordered" gives replica i the i-th slice of the
-            global batch.
-        balance: for stores with axes: the name of an axis, such as "tokens". Every rank then gets whole rows with about
-            the same number of these items in all, and ranks have different numbers of rows. `geartrain.Cost` counts
-            the square of a sequence as well. By default every rank gets the same number of rows.
+            (data parallel), a `RankGroup`, or `geartrain.RankOptions` for pipeline and tensor parallelism. Every rank
+            makes the replay and requests batches alike, and gets its part of one global batch (docs/ranks.md).
         device: where batches go: host memory by default, "cuda", "cuda:1", or `geartrain.DeviceOptions`. The tensors
             are ready for the current stream; the host does not wait for the copy (docs/gpu.md).
-        seed: seed for strategies without one. In a mixture each strategy gets a seed derived from it.
-        view: `geartrain.Transitions`, for batches of transitions instead of windows. In host memory only. Over several
-            ranks each rank builds the transitions of its own rows and sends only these.
-        keep: "saved" keeps the rows of each batch in a store with tasks until `saved` is called, so that a run that is
-            killed draws the same batches again (docs/training-from-tasks.md). Each row must be drawn once
-            (`max_times_sampled=1`, the default with tasks), and only this replay draws from the store. By default the
-            draw frees a row.
-        transform: called with each batch where it is built, usually on the prefetch thread. `sample` returns what it
-            returns, and raises what it raises; the next `sample` then draws the same batch again. Over several ranks
-            each rank transforms its own part of the batch, and an error ends the group. In host memory only.
+        options: `geartrain.ReplayOptions`: fewest rows, timeouts, update lag, transforms and the like.
 
     Raises:
         FieldError: the store has no such field.
@@ -158,7 +119,7 @@ class Replay:
         store: Store,
         selection: Strategy,
         batch_size: int,
-        **options: Unpack[ReplayOptions],
+        **options: Unpack[ReplayKeywords],
     ) -> None: ...
 
     @overload
@@ -167,7 +128,7 @@ class Replay:
         store: Sequence[Store],
         selection: Mixture,
         batch_size: int,
-        **options: Unpack[ReplayOptions],
+        **options: Unpack[ReplayKeywords],
     ) -> None: ...
 
     def __init__(
@@ -178,65 +139,46 @@ class Replay:
         *,
         fields: Sequence[str] | None = None,
         window: int | Windows | None = None,
-        pad: Pad = "left",
-        first_only: Sequence[str] = (),
+        view: Transitions | None = None,
         prefetch: int = 2,
         output: As = "torch",
         num_batches: int | None = None,
-        min_rows: int | None = None,
-        min_steps: int | None = None,
-        threads: int | None = None,
-        timeout_s: float = 60.0,
-        update_lag: int | None = None,
-        group: ProcessGroup | RankGroup | None = None,
-        mesh: Mesh | None = None,
-        inputs: Sequence[str] | None = None,
-        targets: Sequence[str] | None = None,
-        assignment: Assignment = "local_first",
-        balance: str | Cost | None = None,
+        group: ProcessGroup | RankGroup | RankOptions | None = None,
         device: str | torch.device | DeviceOptions | None = None,
-        seed: int = 0,
-        view: Transitions | None = None,
-        transform: Callable[[Batch], Any] | None = None,
-        keep: Literal["saved"] | None = None,
+        options: ReplayOptions | None = None,
     ) -> None:
         self.stores = stores = stores_of(store)
         self._read_only = next((each.name for each in stores if each.read_only), None)
-        self.selection = with_room_for(as_windows(window), seeded_selection(stores, selection, seed))
+        rare = ReplayOptions() if options is None else options
+        if not isinstance(rare, ReplayOptions):
+            raise ArgumentError(f"options are geartrain.ReplayOptions, found {shown(rare)}")
+        ranks = group if isinstance(group, RankOptions) else RankOptions(group)
+        self.selection = with_room_for(as_windows(window), seeded_selection(stores, selection, rare.seed))
         self.batch_size = batch_size
         self.num_batches = num_batches
         self._config = config = ReplayConfig(
             batch_size=batch_size,
             fields=fields,
             window=window,
-            pad=pad,
-            first_only=first_only,
+            view=view,
             prefetch=prefetch,
             output=output,
             num_batches=num_batches,
-            min_rows=min_rows,
-            min_steps=min_steps,
-            threads=threads,
-            timeout_s=timeout_s,
-            inputs=inputs,
-            targets=targets,
-            assignment=assignment,
-            balance=balance,
             device=device if device is None or isinstance(device, DeviceOptions) else DeviceOptions(device),
-            seed=seed,
-            view=view,
-            transform=transform,
-            update_lag=update_lag,
-            keep=keep,
+            inputs=ranks.inputs,
+            targets=ranks.targets,
+            assignment=ranks.assignment,
+            balance=ranks.balance,
+            **vars(rare),
         )
-        self._builder, release = open_builder(stores, self.selection, config, group, mesh)
+        self._builder, release = open_builder(stores, self.selection, config, ranks.group, ranks.mesh)
         self._loader = BatchLoader(self._builder, config, self.stores)
         if release is not None:  # one that is dropped unpins its memory, leaves its group; its thread ends before that
             weakref.finalize(self._loader, close_here, os.getpid(), release)
         self._forks = forks()
-        self._of_job = group is not None or mesh is not None or update_lag is not None
+        self._of_job = not (ranks.group is None and ranks.mesh is None and rare.update_lag is None)
         # Not shared by a fork.
-        self._one_process = self._of_job or config.device is not None or keep is not None
+        self._one_process = self._of_job or config.device is not None or rare.keep is not None
         self._make_locks()
         self._iteration = 0
         self._closed = False  # from the beginning of `close` on
@@ -244,7 +186,7 @@ class Replay:
         self._consumed = ConsumerFigures()
         # Whether batches of this rank may have other numbers of rows than `rows` of the builder.
         self._differs = isinstance(self.selection, Epochs) and not self.selection.drop_last
-        self._differs |= balance is not None
+        self._differs |= ranks.balance is not None
         _replays.add(self)
         try:
             register(self, "replay", _figures)
@@ -435,7 +377,8 @@ class Replay:
             >>> tasks = {"train": gt.Task()}
             >>> store = gt.Store.create({"x": gt.Field((), "int64")}, tasks=tasks, capacity=4, span_bytes=4096)
             >>> _ = store.insert({"x": [1, 2, 3, 4]})
-            >>> with gt.Replay(store, gt.selection.Fifo(), 2, keep="saved", prefetch=0) as replay:
+            >>> kept = gt.ReplayOptions(keep="saved")
+            >>> with gt.Replay(store, gt.selection.Fifo(), 2, prefetch=0, options=kept) as replay:
             ...     batch = replay.sample()
             ...     kept = store.stats()["kept"]
             ...     replay.saved(batch.step)  # after the checkpoint

@@ -327,7 +327,7 @@ class StoreHandle:
         Examples:
             >>> import geartrain as gt
             >>> store = gt.Store.create({"x": gt.Field((), "float32", per_row=True)}, capacity=8)
-            >>> replay = gt.Replay(store, gt.selection.Uniform(seed=0), 4, timeout_s=0.1)
+            >>> replay = gt.Replay(store, gt.selection.Uniform(seed=0), 4, options=gt.ReplayOptions(timeout_s=0.1))
             >>> with store.expect_writers():  # start the processes here; they open the store a moment later
             ...     replay.sample()
             Traceback (most recent call last):

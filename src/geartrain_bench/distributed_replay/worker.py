@@ -37,6 +37,7 @@ from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
 from geartrain.replay.distributed.assignment import Assignment
+from geartrain.replay.options import RankOptions, ReplayOptions
 from geartrain.replay.replay import Replay
 from geartrain.store.store import Store
 
@@ -122,6 +123,7 @@ class Rank:
         batch: int,
         assignment: Assignment,
         learns: bool = False,
+        update_lag: int | None = None,
         **options: Any,
     ) -> dict[str, Any]:
         """Creates a replay over all ranks. `learns`: its consumer updates priorities."""
@@ -131,9 +133,8 @@ class Rank:
             self.stores[store],
             STRATEGIES[strategy](),
             batch,
-            group=dist.group.WORLD,
-            assignment=assignment,
-            timeout_s=TIMEOUT_S,
+            group=RankOptions(dist.group.WORLD, assignment=assignment),
+            options=ReplayOptions(timeout_s=TIMEOUT_S, update_lag=update_lag),
             **options,
         )
         self.learns = learns

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import geartrain.selection as selection
+from geartrain.replay.options import RankOptions, ReplayOptions
 from geartrain.replay.replay import Replay
 from geartrain_bench.distributed_replay.worker import TIMEOUT_S, Rank, answer_requests
 from geartrain_bench.llm.samples import USUAL, in_rows, make_answers, nbytes, store_of_answers
@@ -40,9 +41,8 @@ class TextRank(Rank):
             self.stores[store],
             selection.Fifo(),
             batch,
-            group=dist.group.WORLD,
-            balance=balance,
-            timeout_s=TIMEOUT_S,
+            group=RankOptions(dist.group.WORLD, balance=balance),
+            options=ReplayOptions(timeout_s=TIMEOUT_S),
         )
         return {}
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.replay.options import ReplayOptions
 from geartrain.replay.replay import Replay
 from geartrain.selection.ordered import Fifo
 from geartrain.store.store import Store
@@ -144,7 +145,7 @@ class Worker:
 
     def _train(self, rows: int) -> None:
         names = ("prompt", "ids", "log_prob", "mask", "ref", "advantage")
-        with Replay(self.store, Fifo(), BATCH, min_rows=BATCH, timeout_s=TIMEOUT_S) as replay:
+        with Replay(self.store, Fifo(), BATCH, options=ReplayOptions(min_rows=BATCH, timeout_s=TIMEOUT_S)) as replay:
             for _ in range(rows // BATCH):
                 batch = replay.sample()
                 for name in names:

@@ -31,6 +31,7 @@ import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.core.schema import Field
 from geartrain.replay.fetch import fetch
+from geartrain.replay.options import ReplayOptions
 from geartrain.replay.replay import Replay
 from geartrain.selection import Uniform
 from geartrain.store.store import Store
@@ -334,7 +335,12 @@ class _TableBench:
         systems = floor_systems(floor, threads)
         systems.append(System("geartrain", ours))
         with Replay(
-            self.store, Uniform(SEED), batch, prefetch=0, threads=threads, output="torch" if self.as_torch else "numpy"
+            self.store,
+            Uniform(SEED),
+            batch,
+            prefetch=0,
+            options=ReplayOptions(threads=threads),
+            output="torch" if self.as_torch else "numpy",
         ) as replay:
 
             def sample() -> None:

@@ -21,6 +21,7 @@ import geartrain._native as _native
 import geartrain_bench.harness.timing as harness
 from geartrain.core.schema import Field
 from geartrain.errors import ReplayError
+from geartrain.replay.options import ReplayOptions
 from geartrain.replay.replay import Replay
 from geartrain.selection import Uniform
 from geartrain.store.store import Store
@@ -79,7 +80,7 @@ def _measure_case(
         _system("floor streaming", _floor(store, batch, stream=True), floor=True),
         _system("NumPy, same work", _numpy(store, batch)),
     ]
-    options: dict[str, Any] = {"prefetch": 0, "threads": 1}
+    options: dict[str, Any] = {"prefetch": 0, "options": ReplayOptions(threads=1)}
     with (
         Replay(store, Uniform(seed=1), batch, **options, output="numpy") as arrays,
         Replay(store, Uniform(seed=1), batch, **options, output="torch" if as_torch else "numpy") as tensors,

@@ -151,7 +151,7 @@ def init(tools: Tools) -> Door:
         "device_maps": None,
         "host": "127.0.0.1",
         "port": 0,
-        "limits": None,
+        "options": None,
     }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any
 
 import numpy as np
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.selection import (
@@ -68,14 +70,17 @@ def fetch_into(tools: Tools) -> Door:
 @door("Replay", store=nothing, selection=nothing, group=choice(None), mesh=choice(None))
 def replay(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
-    given = {"batch_size": 2, "output": "numpy", "threads": 1, "prefetch": 0, "timeout_s": 1.0}
-    return gt.Replay, {"store": there, "selection": Uniform(seed=1), **given}
+    direct = {name: each.default for name, each in inspect.signature(gt.Replay).parameters.items()}
+    given = {**direct, **vars(gt.ReplayOptions()), **vars(gt.RankOptions())}
+    given |= {"batch_size": 2, "output": "numpy", "threads": 1, "prefetch": 0, "timeout_s": 1.0}
+    del given["options"]
+    return replay_of, {**given, "store": there, "selection": Uniform(seed=1)}
 
 
 @door("Replay, what it is asked")
 def replay_calls(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
-    one = tools.enter(gt.Replay(there, Prioritized(seed=1), 2, output="numpy", threads=1, prefetch=0))
+    one = tools.enter(replay_of(there, Prioritized(seed=1), 2, output="numpy", threads=1, prefetch=0))
     keys, state = one.sample().keys, one.state_dict()
 
     def call(keys: Any, priorities: Any, state: Any) -> None:
@@ -100,7 +105,7 @@ def windows_at(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
 
     def call(at: Any) -> None:
-        gt.Replay(
+        replay_of(
             there, Uniform(seed=1), 2, window=gt.Windows(2, at=lambda *_: at), output="numpy", threads=1, prefetch=0
         ).sample()
 
@@ -113,7 +118,7 @@ def transitions(tools: Tools) -> Door:
 
     def call(**arguments: Any) -> None:
         view = gt.Transitions(**arguments)
-        gt.Replay(there, Uniform(seed=1, over="steps"), 2, view=view, output="numpy", threads=1).close()
+        replay_of(there, Uniform(seed=1, over="steps"), 2, view=view, output="numpy", threads=1).close()
 
     return call, {"n_step": 1, "gamma": 0.9, "frame_stack": 1, "obs": None, "hindsight": None}
 
@@ -188,7 +193,7 @@ def device_options(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
 
     def call(**arguments: Any) -> None:
-        gt.Replay(there, Uniform(seed=1), 2, device=gt.DeviceOptions(**arguments), threads=1).close()
+        replay_of(there, Uniform(seed=1), 2, device=gt.DeviceOptions(**arguments), threads=1).close()
 
     given = {"path": "staged", "select": "host", "convert": {}, "packed": False, "exchange": "host"}
     return call, {"device": SimulatedDevice(), **given, "pin_limit_bytes": None, "crossover_bytes": None}
@@ -202,7 +207,7 @@ def convert(tools: Tools) -> Door:
 
     def call(**arguments: Any) -> None:
         options = gt.DeviceOptions(SimulatedDevice(), path="staged", convert={"x": Convert(**arguments)})
-        gt.Replay(there, Uniform(seed=1), 2, device=options, threads=1).close()
+        replay_of(there, Uniform(seed=1), 2, device=options, threads=1).close()
 
     return call, {"dtype": "bfloat16", "scale": 1.0, "shift": 0.0}
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.selection import Mixture, Prioritized, Uniform
@@ -287,7 +288,7 @@ def replay_subject(one: gt.Replay, stores: list[gt.Store], **options: Any) -> Su
 @factory(gt.Replay, waits=True)
 def replay(tools: Tools) -> Subject:
     there = tools.enter(new_store(tools))
-    one = gt.Replay(there, Prioritized(seed=1), 8, output="numpy", threads=1, timeout_s=60)
+    one = replay_of(there, Prioritized(seed=1), 8, output="numpy", threads=1, timeout_s=60)
 
     def wait_for_rows() -> object:
         there.limiter.set(min_size_to_sample=10_000)
@@ -300,7 +301,7 @@ def replay(tools: Tools) -> Subject:
 @factory(gt.Replay, "nothing ahead", waits=True)
 def replay_without_prefetch(tools: Tools) -> Subject:
     there = tools.enter(new_store(tools))
-    one = gt.Replay(there, Uniform(seed=1), 8, output="numpy", threads=1, prefetch=0, timeout_s=60)
+    one = replay_of(there, Uniform(seed=1), 8, output="numpy", threads=1, prefetch=0, timeout_s=60)
 
     def wait_for_rows() -> object:
         there.limiter.set(min_size_to_sample=10_000)
@@ -313,7 +314,7 @@ def replay_without_prefetch(tools: Tools) -> Subject:
 @factory(gt.Replay, "of a store that is closed", waits=True)
 def replay_of_a_closed_store(tools: Tools) -> Subject:
     there = new_store(tools)
-    one = gt.Replay(there, Prioritized(seed=1), 8, output="numpy", threads=1, timeout_s=60)
+    one = replay_of(there, Prioritized(seed=1), 8, output="numpy", threads=1, timeout_s=60)
 
     def wait_for_rows() -> object:
         there.limiter.set(min_size_to_sample=10_000)
@@ -329,7 +330,7 @@ def replay_of_a_closed_store(tools: Tools) -> Subject:
 @factory(gt.Replay, "a mixture")
 def replay_of_a_mixture(tools: Tools) -> Subject:
     stores = [tools.enter(new_store(tools)) for _ in range(2)]
-    one = gt.Replay(stores, Mixture([0.5, 0.5], [Uniform(seed=1), Prioritized(seed=2)]), 8, output="numpy", threads=1)
+    one = replay_of(stores, Mixture([0.5, 0.5], [Uniform(seed=1), Prioritized(seed=2)]), 8, output="numpy", threads=1)
     made = replay_subject(one, stores)
     del made.calls["update_priorities"]
     return made
@@ -339,7 +340,7 @@ def replay_of_a_mixture(tools: Tools) -> Subject:
 def replay_on_a_device(tools: Tools) -> Subject:
     there = tools.enter(new_store(tools))
     options = gt.DeviceOptions(SimulatedDevice(), path="staged")
-    one = gt.Replay(there, Uniform(seed=1), 8, device=options, threads=1)
+    one = replay_of(there, Uniform(seed=1), 8, device=options, threads=1)
     return replay_subject(one, [there], in_child=frozenset())
 
 
@@ -349,7 +350,7 @@ def replay_of_a_group(tools: Tools) -> Subject:
     there = tools.enter(gt.Store.create(tools.folder() / "rows", FIELDS, max_length=STEPS, capacity=CAPACITY))
     there.insert(rows(16), threads=1)
     (ranks,) = ThreadRankGroup.make(1)
-    one = gt.Replay(there, Uniform(seed=1), 8, output="numpy", threads=1, group=ranks)
+    one = replay_of(there, Uniform(seed=1), 8, output="numpy", threads=1, group=ranks)
     made = replay_subject(one, [there])
     keys = one.sample().keys  # of this replay: they name its shard
     made.calls["update_priorities"] = lambda: one.update_priorities(keys, 1.5)
@@ -381,7 +382,7 @@ def of_two_ranks(tools: Tools, update_lag: int | None) -> Subject:
 
     def join(rank: int) -> None:
         options: dict[str, Any] = {"output": "numpy", "threads": 1, "prefetch": 1, "update_lag": update_lag}
-        replays[rank] = gt.Replay(stores[rank], Prioritized(seed=1), 8, group=ranks[rank], **options)
+        replays[rank] = replay_of(stores[rank], Prioritized(seed=1), 8, group=ranks[rank], **options)
 
     def join_there() -> None:
         try:
@@ -443,7 +444,7 @@ def of_two_ranks(tools: Tools, update_lag: int | None) -> Subject:
 @factory("ReplayDataset")  # its module imports torch
 def dataset(tools: Tools) -> Subject:
     there = tools.enter(new_store(tools))
-    inside = gt.Replay(there, Uniform(seed=1), 8, threads=1, num_batches=3)
+    inside = replay_of(there, Uniform(seed=1), 8, threads=1, num_batches=3)
     one = gt.ReplayDataset(inside)
     return Subject(
         # Another thread's iteration may have ended this one before its first batch.
@@ -458,7 +459,7 @@ def dataset(tools: Tools) -> Subject:
 @factory(gt.Batch)
 def batch(tools: Tools) -> Subject:
     there = new_store(tools)
-    inside = gt.Replay(there, Uniform(seed=1), 8, output="numpy", threads=1)
+    inside = replay_of(there, Uniform(seed=1), 8, output="numpy", threads=1)
     one = inside.sample()
 
     def close() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from replay_calls import replay_of
 
 import geartrain as gt
 from storm.journal import COMMITTED, DELETED, DELETING, DELIVERED, OPEN, Entry, read
@@ -93,7 +94,7 @@ def drawn(store: gt.Store, kind: str) -> Defects:
     """Batches are drawn as from a store that nothing has befallen."""
     if kind in ("sampled once", "aging") or len(store) < 1:  # where drawing, or waiting, removes rows
         return []
-    with gt.Replay(store, gt.selection.Prioritized(seed=1), 16, prefetch=0, output="numpy", threads=1) as replay:
+    with replay_of(store, gt.selection.Prioritized(seed=1), 16, prefetch=0, output="numpy", threads=1) as replay:
         wrong = [tag for _ in range(3) for tag in torn(replay.sample())]
     status = store.status()
     scale = 2.0 ** store.options["priority_fraction_bits"]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import GeartrainError
@@ -180,7 +181,7 @@ def view(part: Part) -> None:
                 assert not wrong, f"rows were returned torn: {wrong[:3]}"
             if replay is None:
                 strategy = gt.selection.Uniform(seed=part.seed, over="steps")
-                replay = gt.Replay(store, strategy, 8, window=4, prefetch=0, output="numpy", threads=1)
+                replay = replay_of(store, strategy, 8, window=4, prefetch=0, output="numpy", threads=1)
             wrong = _wrong_windows(replay.sample())
             assert not wrong, f"windows were returned torn: {wrong[:3]}"
         except EXPECTED:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import deadlines
 import numpy as np
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import (
@@ -240,7 +241,7 @@ def read(part: Part) -> None:
 
         def sample(store: gt.Store = store, closed: threading.Event = closed, failed: list = failed) -> None:
             try:
-                replay = gt.Replay(store, gt.selection.Uniform(seed=part.seed), 4, window=5, output="numpy", threads=1)
+                replay = replay_of(store, gt.selection.Uniform(seed=part.seed), 4, window=5, output="numpy", threads=1)
                 while not closed.is_set() and not ending.come:
                     try:
                         check(replay.sample())
@@ -305,7 +306,7 @@ def learn(part: Part) -> None:
             selection = gt.selection.Uniform(seed=part.seed) if once else gt.selection.Prioritized(seed=part.seed)
             ahead = 0 if once else choose.choice([0, 1, 3])
             rows = 2 if once else 6
-            replay = gt.Replay(
+            replay = replay_of(
                 store, selection, rows, prefetch=ahead, output="numpy", threads=1, timeout_s=deadlines.patience(ROWS_S)
             )
         try:
