@@ -36,6 +36,11 @@ from geartrain.errors import (
 from geartrain.transport.tls import TLS
 
 
+def open_calls(world: World) -> int:
+    """Calls of the world's peers that have no reply yet."""
+    return sum(len(line.open) for line in list(world.learner.server.scheduler._lines.values()))
+
+
 class World:
     """A learner with a store, and hosts that reach it by TCP."""
 
@@ -372,7 +377,7 @@ def test_a_peer_that_does_not_come_back_is_lost_after_the_time_of_the_store(worl
 
 def test_thousands_of_claims_wait_on_a_server_and_a_put_is_not_delayed(world: World) -> None:
     n, hosts = 2000, 4
-    remotes = [world.remote(max_open=n) for _ in range(hosts)]
+    remotes = [world.remote(options=rpc.NodeOptions(max_open=n)) for _ in range(hosts)]
     worker = world.remote()
     grpo.insert(worker, range(8))
     claim = worker.claim("answer", 8)
@@ -390,7 +395,7 @@ def test_thousands_of_claims_wait_on_a_server_and_a_put_is_not_delayed(world: Wo
     loops = [threading.Thread(target=asyncio.run, args=(all_of(remote),)) for remote in remotes]
     for loop in loops:
         loop.start()
-    comes(lambda: sum(len(session.pending) for session in world.learner.server.sessions) == n)
+    comes(lambda: open_calls(world) == n)
     assert threading.active_count() - threads < 30
     took_s = []
     for row, number in zip(claim, claim["id"].tolist(), strict=True):
@@ -424,7 +429,7 @@ def test_the_end_of_the_server_and_of_the_store_end_the_waits(world: World, clos
     ]
     for thread in threads:
         thread.start()
-    comes(lambda: sum(len(session.pending) for session in world.learner.server.sessions) == 2)
+    comes(lambda: open_calls(world) == 2)
     getattr(world, closes).close()
     for thread in threads:
         thread.join(patience(10))
@@ -437,7 +442,7 @@ def test_a_wait_that_is_given_up_keeps_no_row(world: World) -> None:
 
     async def give_up() -> None:
         waits = [asyncio.create_task(remote.claim_async("answer")) for _ in range(3)]
-        while sum(len(session.pending) for session in world.learner.server.sessions) < 3:
+        while open_calls(world) < 3:
             await asyncio.sleep(0.01)
         grpo.insert(world.store, range(3))
         for each in waits:
@@ -461,7 +466,7 @@ def test_who_finds_no_room_waits_and_holds_up_nobody(what: str) -> None:
         "train": gt.Task(after="work"),
     }
     store = gt.Store.create({"x": gt.Field(("n",), "uint8")}, tasks=tasks, capacity=64, span_bytes=1 << 16)
-    made = World(store, max_threads=2)
+    made = World(store, options=rpc.NodeOptions(max_threads=2))
     remote = made.remote()
     big = np.zeros(25_000, np.uint8)
     first, row = remote.insert({"x": [[1], [2]]}) and remote.claim("work", 2)

@@ -133,6 +133,14 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "say_version": (1, ONE, ONE, ONE.astype(np.uint16), 1),
     "set_clock": (1,),
     "stale_rows": (ONE, ONE),
+    "begin_load": (),
+    "changed_parts": (0,),
+    "copy_parts": (np.zeros((1, 88), np.uint8),),
+    "load_parts": (np.zeros((1, 88), np.uint8), np.zeros(0, np.uint8), np.zeros(2, np.uint64)),
+    "finish_load": (np.zeros((1, 40), np.uint8), 1),
+    "task_state": (),
+    "restore_task_state": ({},),
+    "settle_journal": ("inserted", True),
     "taken": (1,),
     "taken_steps": (),
     "untake": (1,),
@@ -161,11 +169,12 @@ OF_TASKS = {
     "appended_parts", "task_figures", "oldest_claim", "occupancy", "rows_left", "end_inserts", "is_over",
     "advance", "check_in_flight", "clock", "complete", "finished", "free_taken", "kept_alone_stop", "limit_tasks",
     "saved_before", "say_version", "set_clock", "stale_rows", "taken", "taken_steps", "untake", "claim_again",
-    "claim_for_others",
+    "claim_for_others", "begin_load", "changed_parts", "copy_parts", "load_parts", "finish_load", "task_state",
+    "restore_task_state",
 }  # fmt: skip
 
-#: No effect on a store without max_age_s or max_times_sampled.
-NOTHING_TO_DO = {"expire", "release_exhausted"}
+#: No effect on a store without max_age_s, max_times_sampled or a journal.
+NOTHING_TO_DO = {"expire", "release_exhausted", "settle_journal"}
 
 #: What counts nothing through a handle that was opened read-only.
 NOT_COUNTED = {"count_samples", "give_back"}

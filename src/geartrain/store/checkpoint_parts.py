@@ -101,6 +101,7 @@ class PartsSaving:
         self._chunks: list[dict[str, Any]] = []
         self._files: dict[str, dict[str, Any]] = {}
         self._linked = 0
+        self._next_sequence = 0  # rows of lower ones are saved
         self._rows = np.zeros(0, ROW)
         self._parts = np.zeros(0, PART)
         self._chunk = np.zeros(0, np.int64)
@@ -110,7 +111,8 @@ class PartsSaving:
         """Saves the store; `not_linked` is why there is no base, if there should be one."""
         store = self._store
         finished = store.task_state()["finished"]  # before the first look: all rows are there then
-        since = self._look(0)
+        self._next_sequence = store.next_sequence()  # so are all rows that were inserted before
+        since = self._look(0, None)
         if self._base is not None:
             self._chunk, self._at = self._base.places(self._parts)
             not_linked = self._link()
@@ -119,9 +121,10 @@ class PartsSaving:
             for _ in range(MOST_ROUNDS):
                 if self._write_chunks(bar):
                     break
-                since = self._look(since)
-        whole = (self._chunk >= 0) | (self._parts["bytes"] == 0)
-        left_out = np.unique(self._parts["row"][~whole])
+                since = self._look(since, self._torn_rows())
+            else:
+                self._write_chunks(bar)
+        left_out = self._torn_rows()
         rows = self._row_records(left_out)
         there = rows["state"] != FREE
         parts = self._part_records(~np.isin(self._parts["row"], left_out))
@@ -142,9 +145,13 @@ class PartsSaving:
             "rows_left_out": len(left_out),
             "listed_rows": len(rows),
             "parts": len(parts),
-            "next_sequence": store.next_sequence(),
+            "next_sequence": self._next_sequence,
             "counters": renamed(
-                {name: count for name, count in store.counters().items() if name in _native.COUNTERS}, STORED_NAMES
+                {
+                    **{name: count for name, count in store.counters().items() if name in _native.COUNTERS},
+                    "inserted": self._next_sequence - 1,  # a loader goes on behind what is saved
+                },
+                STORED_NAMES,
             ),
             "state": {**store.task_state(), "finished": finished},
             "chunks": self._chunks,
@@ -155,9 +162,25 @@ class PartsSaving:
         all_bytes += (self._directory / "manifest.json").stat().st_size
         return Saved(target, int(there.sum()), all_bytes - self._linked, self._linked, 0.0, len(left_out), not_linked)
 
-    def _look(self, since: int) -> int:
-        """Takes up what has changed since; returns what to ask for next."""
+    def _torn_rows(self) -> NDArray[np.uint32]:
+        """Rows of which a part changed before it was copied."""
+        torn: NDArray[np.uint32] = np.unique(self._parts["row"][(self._chunk < 0) & (self._parts["bytes"] > 0)])
+        return torn
+
+    def _look(self, since: int, torn: NDArray[np.uint32] | None) -> int:
+        """Takes up what has changed since; returns what to ask for next.
+
+        Rows that were copied whole stay as they were then, whatever happens to them meanwhile. So each look has fewer
+        rows than the one before. What is inserted after the first look is not saved.
+
+        Args:
+            since: the change to begin at.
+            torn: rows to look at; all by default.
+        """
         following, rows, parts = changed_parts(self._store, since)
+        if torn is not None:
+            rows, parts = rows[np.isin(rows["row"], torn)], parts[np.isin(parts["row"], torn)]
+        rows["state"][rows["sequence"] >= self._next_sequence] = FREE
         capacity = int(self._store.describe()["capacity"])
         told = np.zeros(capacity, np.uint32)
         told[rows["row"]] = rows["generation"]

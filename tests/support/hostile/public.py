@@ -62,6 +62,10 @@ NO_LIFETIME = {
     "BatchTransition": "a dict of tensors",
     # JAX's threads at the interpreter's end, and in forks, are not ours to judge.
     "TrajectoryBuffer": "holds a `Store`, which is tried; the rest is in tests/integrations/test_jax_buffers.py",
+    # The wheel is not on every machine. Their doors are tried in tests/transport/test_nixl.py.
+    "NixlHandshake": "needs NIXL",
+    "NixlLink": "needs NIXL",
+    "RegisteredRegion": "needs NIXL",
     "UniformSampler": "numbers below the length of its buffer's storage",
 }
 

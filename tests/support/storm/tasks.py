@@ -216,8 +216,8 @@ def learn(part: Part) -> None:
     """Draws batches, checks them, advances the clock, saves, until there are no more rows."""
     store, notes = open_store(part), Notes(part)
     state = part.folder / "state.json"
-    options: dict[str, Any] = {"prefetch": part.seed % 2, "keep": "saved", "output": "numpy"}
-    options["timeout_s"] = deadlines.patience(60)
+    options: dict[str, Any] = {"prefetch": part.seed % 2, "output": "numpy"}
+    options["options"] = gt.ReplayOptions(keep="saved", timeout_s=deadlines.patience(60))
     with store.expect_writers(), gt.Replay(store, _selection(part.folder), BATCH, **options) as replay:
         notes.add("finds", store.clock)
         if state.exists():
