@@ -1,7 +1,7 @@
 """Layout of the messages between ranks: row messages, shard status and priority updates.
 
 A row message holds n rows of one fetch plan. The arrays of the fields come one after the other, each padded to 64
-bytes. One `ROW_HEADER` per row follows. Rows that move to another shard for good (placement_moves.py) also have one
+bytes. One `ROW_HEADER` per row follows. Rows that move to another shard for good (placement/moves.py) also have one
 `STORED_ROW` each at the end.
 
     | field 0 (n, ...) | pad | field 1 (n, ...) | pad | ... | ROW_HEADER (n,) | STORED_ROW (n,) |

@@ -12,8 +12,8 @@ from job_checkpoints import load_all, save_all
 from tasked_stores import everything
 
 import geartrain as gt
+from geartrain.checkpoints.job import load_checkpoint, save_checkpoint
 from geartrain.errors import ArgumentError
-from geartrain.replay.distributed.checkpoint import load_checkpoint, save_checkpoint
 from geartrain.store.saved_parts import PART
 from geartrain.tools.testing import run_ranks
 

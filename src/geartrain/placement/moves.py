@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.progress import Progress
-from geartrain.replay.distributed.balance import heaviest_within, rounds_of
+from geartrain.placement.balance import heaviest_within, rounds_of
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import ROW_HEADER, STORED_ROW, RowMessage
 from geartrain.replay.distributed.rank_group import Message
