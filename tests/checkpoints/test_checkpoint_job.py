@@ -346,7 +346,7 @@ def test_a_process_group_saves_in_parallel_and_one_of_other_size_loads(
     store_name: Any, tmp_path: Path, fork: Callable[[Callable[[], object]], int]
 ) -> None:
     dist = pytest.importorskip("torch.distributed")
-    from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
+    from geartrain.ranks.torch_rank_group import TorchRankGroup
 
     def job(number: int, size: int, body: Callable[[Any, int], object]) -> list[int]:
         def run(rank: int) -> None:

@@ -14,7 +14,7 @@ import geartrain.placement.balance as balance
 from geartrain.errors import ArgumentError, FieldError, RanksDisagreeError
 from geartrain.placement.placement import Placement
 from geartrain.placement.report import RebalanceResult
-from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.ranks.topology import MeshPosition
 from geartrain.selection import Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 

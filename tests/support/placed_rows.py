@@ -14,7 +14,7 @@ import geartrain as gt
 from geartrain.core.keys import Keys
 from geartrain.placement.placement import Placement
 from geartrain.placement.report import PlacementReport
-from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.ranks.topology import MeshPosition
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 STEPS = 6

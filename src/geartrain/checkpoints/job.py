@@ -60,9 +60,9 @@ from geartrain.checkpoints.steps import (
 from geartrain.core.arguments import check_flag, check_path, check_texts, timeout, whole_number
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, CheckpointError, GeartrainError, PeerLostError, WaitTimeoutError
-from geartrain.replay.distributed.rank_group import RankGroup, SingleRank
-from geartrain.replay.distributed.topology import topology_of
-from geartrain.replay.distributed.torch_rank_group import as_rank_group
+from geartrain.ranks.rank_group import RankGroup, SingleRank
+from geartrain.ranks.topology import topology_of
+from geartrain.ranks.torch_rank_group import as_rank_group
 from geartrain.store.checkpoint_format import STORED_NAMES, renamed, schema_of
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.checkpoint_writer import Saved, save

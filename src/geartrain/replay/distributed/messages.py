@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.schema import round_up
-from geartrain.replay.distributed.rank_group import Bytes
+from geartrain.ranks.rank_group import Bytes
 from geartrain.replay.fetch_plan import FetchPlan
 
 #: Version of the messages between ranks; ranks of different versions refuse each other.
