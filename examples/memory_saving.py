@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import geartrain as gt
 import memory_task as task
-from geartrain.replay.distributed.checkpoint import Loaded, load_checkpoint, newest_step, save_checkpoint
+from geartrain.checkpoints.job import Loaded, load_checkpoint, newest_step, save_checkpoint
 
 
 def add_options(text: argparse.ArgumentParser) -> None:

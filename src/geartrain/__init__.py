@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     import geartrain.selection as selection
     import geartrain.transport as transport
     import geartrain.weights as weights
+    from geartrain.checkpoints.job import load_checkpoint, save_checkpoint
     from geartrain.core.keys import Keys
     from geartrain.core.schema import Bytes, Field, Text
     from geartrain.core.tasks import Task
     from geartrain.launch.actor_pool import ActorPool
+    from geartrain.placement.placement import Placement
     from geartrain.replay.batch import Batch
     from geartrain.replay.cost import Cost
     from geartrain.replay.device.options import DeviceOptions
-    from geartrain.replay.distributed.checkpoint import load_checkpoint, save_checkpoint
-    from geartrain.replay.distributed.placement import Placement
     from geartrain.replay.fetch import fetch
     from geartrain.replay.hindsight import Hindsight
     from geartrain.replay.iterable_dataset import ReplayDataset
@@ -65,7 +65,7 @@ _NAMES = {
     "Hindsight": ("geartrain.replay.hindsight", "Hindsight"),
     "Keys": ("geartrain.core.keys", "Keys"),
     "DeviceOptions": ("geartrain.replay.device.options", "DeviceOptions"),
-    "Placement": ("geartrain.replay.distributed.placement", "Placement"),
+    "Placement": ("geartrain.placement.placement", "Placement"),
     "RankOptions": ("geartrain.replay.options", "RankOptions"),
     "RateLimiter": ("geartrain.store.rate_limiter", "RateLimiter"),
     "Replay": ("geartrain.replay.replay", "Replay"),
@@ -84,10 +84,10 @@ _NAMES = {
     "fetch": ("geartrain.replay.fetch", "fetch"),
     "integrations": ("geartrain.integrations", ""),
     "launch": ("geartrain.launch", ""),
-    "load_checkpoint": ("geartrain.replay.distributed.checkpoint", "load_checkpoint"),
+    "load_checkpoint": ("geartrain.checkpoints.job", "load_checkpoint"),
     "recorded_fields": ("geartrain.store.recorder", "recorded_fields"),
     "rpc": ("geartrain.rpc", ""),
-    "save_checkpoint": ("geartrain.replay.distributed.checkpoint", "save_checkpoint"),
+    "save_checkpoint": ("geartrain.checkpoints.job", "save_checkpoint"),
     "selection": ("geartrain.selection", ""),
     "transport": ("geartrain.transport", ""),
     "weights": ("geartrain.weights", ""),

@@ -11,7 +11,7 @@ from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, FieldError, RanksDisagreeError, SchemaError
-from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.ranks.topology import MeshPosition
 from geartrain.selection import Epochs, Mixture, Prioritized, Uniform
 from geartrain.store.recorder import recorded_fields
 from geartrain.tools.testing import ThreadRankGroup, run_ranks

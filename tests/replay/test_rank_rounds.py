@@ -16,9 +16,9 @@ import geartrain as gt
 import geartrain.replay.distributed.draw as draw
 import geartrain.replay.distributed.members as members
 import geartrain.replay.distributed.read_agreement as read_agreement
-from geartrain.replay.distributed.carrier import Bytes, Message
+from geartrain.ranks.carrier import Bytes, Message
+from geartrain.ranks.rank_collectives import DIRECT_RANKS
 from geartrain.replay.distributed.messages import rank_status
-from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS
 from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.selection import Fifo, GroupSampling, Lifo, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks

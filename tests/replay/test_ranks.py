@@ -15,7 +15,7 @@ from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError
-from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.ranks.topology import MeshPosition
 from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Linear, Mixture, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 

@@ -19,8 +19,8 @@ from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, PinError, RanksDisagreeError
+from geartrain.ranks.topology import MeshPosition
 from geartrain.replay.device import Convert, DeviceOptions
-from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 

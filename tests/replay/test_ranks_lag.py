@@ -16,11 +16,11 @@ from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, EmptyStoreError, PeerLostError, WaitTimeoutError
-from geartrain.replay.distributed.carrier import INLINE_BYTES
+from geartrain.ranks.carrier import INLINE_BYTES
+from geartrain.ranks.rounds_in_flight import LateRounds, TransportRounds
+from geartrain.ranks.topology import MeshPosition
 from geartrain.replay.distributed.lagged_rows import LaggedRows
 from geartrain.replay.distributed.rank_reader import RankReader
-from geartrain.replay.distributed.rounds_in_flight import LateRounds, TransportRounds
-from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.prefetch import Prefetcher, StillBuildingError
 from geartrain.selection import Epochs, Fifo, Limits, Linear, Prioritized, TopK, Uniform
 from geartrain.store.recorder import recorded_fields

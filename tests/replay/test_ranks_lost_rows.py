@@ -16,8 +16,8 @@ import geartrain.replay.distributed.draw as draw
 import geartrain.replay.distributed.members as members
 import geartrain.replay.distributed.read_agreement as read_agreement
 from geartrain.errors import EmptyStoreError
+from geartrain.ranks.rank_collectives import DIRECT_RANKS
 from geartrain.replay.distributed.draw import ShardedSampler
-from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS
 from geartrain.replay.distributed.rank_reader import RankReader
 from geartrain.selection import Draw, Fifo, GroupSampling, Lifo, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks

@@ -16,6 +16,7 @@ import pytest
 import tasked_stores
 from deadlines import patience, until
 from journals import KillingDisk, SlowDisk, lose_power
+from replay_calls import replay_of
 from saved_rows import pieces_in, pieces_of
 from segments import Fork, Pipe, kill, wait_for
 
@@ -49,7 +50,7 @@ def test_a_store_with_tasks_comes_back_as_it_was_and_what_was_claimed_is_due_aga
         for task in ("reward", "ref", "advantage"):
             work(store, task, 8)
         store.claim("answer", 1).drop()
-        replay = gt.Replay(store, gt.selection.Fifo(), batch_size=2, options=gt.ReplayOptions(keep="saved"), prefetch=0)
+        replay = replay_of(store, gt.selection.Fifo(), batch_size=2, keep="saved", prefetch=0)
         batches = [replay.sample() for _ in range(2)]
         numbers = [grpo.check(batch) for batch in batches]
         replay.saved(batches[0].step)
@@ -76,9 +77,7 @@ def test_a_store_with_tasks_comes_back_as_it_was_and_what_was_claimed_is_due_aga
         with again.claim("answer", 2) as claim:  # what was only appended is not saved
             assert not any(row.partial for row in claim)
         assert again.native.saved_before() == 1
-        with gt.Replay(
-            again, gt.selection.Fifo(), batch_size=2, options=gt.ReplayOptions(keep="saved"), prefetch=0
-        ) as resumed:
+        with replay_of(again, gt.selection.Fifo(), batch_size=2, keep="saved", prefetch=0) as resumed:
             resumed.load_state_dict({**resumed.state_dict(), "step": 1})
             assert grpo.check(resumed.sample()) == numbers[1]
         fresh = grpo.insert(again, [90])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import geartrain as gt
-from geartrain.replay.distributed.checkpoint import load_checkpoint, save_checkpoint
+from geartrain.checkpoints.job import load_checkpoint, save_checkpoint
 from geartrain.tools.testing import run_ranks
 
 FIELDS = {

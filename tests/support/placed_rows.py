@@ -12,9 +12,9 @@ from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.core.keys import Keys
-from geartrain.replay.distributed.placement import Placement
-from geartrain.replay.distributed.placement_report import PlacementReport
-from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.placement.placement import Placement
+from geartrain.placement.report import PlacementReport
+from geartrain.ranks.topology import MeshPosition
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 STEPS = 6

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import pytest
 from deadlines import patience
 
-from geartrain.replay.distributed.carrier_addresses import open_carrier
-from geartrain.replay.distributed.transport_carrier import TransportCarrier
+from geartrain.ranks.carrier_addresses import open_carrier
+from geartrain.ranks.transport_carrier import TransportCarrier
 from geartrain.transport.one_sided.nixl import agent
 
 dist = pytest.importorskip("torch.distributed")

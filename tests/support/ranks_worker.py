@@ -23,8 +23,8 @@ import geartrain as gt
 import geartrain.replay.distributed.draw as draw
 import geartrain.replay.distributed.read_agreement as read_agreement
 from geartrain.errors import ArgumentError, PeerLostError
+from geartrain.ranks.torch_rank_group import TorchRankGroup
 from geartrain.replay.distributed.messages import flat_bytes
-from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
 from geartrain.selection import Prioritized, Uniform
 
 N, B = 96, 24

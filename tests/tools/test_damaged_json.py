@@ -14,11 +14,11 @@ from json_damage import as_bytes, damaged, places_of, texts_of_no_object
 
 import geartrain as gt
 from geartrain import launch
+from geartrain.checkpoints.job import load_checkpoint, newest_step
+from geartrain.checkpoints.steps import describe_steps
 from geartrain.core import trace
 from geartrain.errors import CheckpointError, GeartrainError, JournalError
 from geartrain.replay.device.gather_threshold import CROSSOVER_BYTES, crossover
-from geartrain.replay.distributed.checkpoint import load_checkpoint, newest_step
-from geartrain.replay.distributed.checkpoint_steps import describe_steps
 from geartrain.store.checkpoint_format import json_checksum
 from geartrain.store.journal_directory import JournalDirectory
 from geartrain.tools.plan import check

@@ -17,6 +17,7 @@ from typing import Any
 
 import geartrain.core.trace as trace
 from geartrain.errors import StoreClosedError, WaitTimeoutError
+from geartrain.ranks.torch_rank_group import NOTE_S
 from geartrain.replay.admission import Admission
 from geartrain.replay.builder import (
     BatchBuilder,
@@ -27,7 +28,6 @@ from geartrain.replay.builder import (
     nothing,
 )
 from geartrain.replay.config import ReplayConfig
-from geartrain.replay.distributed.torch_rank_group import NOTE_S
 from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
 from geartrain.store.store import Store
 

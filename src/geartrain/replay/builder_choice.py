@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from geartrain.errors import ArgumentError
+from geartrain.ranks.rank_collectives import run_on_all_ranks
+from geartrain.ranks.rank_group import RankGroup, SingleRank
+from geartrain.ranks.topology import Mesh, topology_of
+from geartrain.ranks.torch_rank_group import as_rank_group
 from geartrain.replay.builder import BatchBuilder, HostBatchBuilder
 from geartrain.replay.config import ReplayConfig, make_samplers
-from geartrain.replay.distributed.rank_collectives import run_on_all_ranks
-from geartrain.replay.distributed.rank_group import RankGroup, SingleRank
-from geartrain.replay.distributed.topology import Mesh, topology_of
-from geartrain.replay.distributed.torch_rank_group import as_rank_group
 from geartrain.replay.epochs import check_epochs
 from geartrain.replay.groups import check_grouping, device_for
 from geartrain.replay.kept_rows import check_keep

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError, ReadOnlyStoreError
+from geartrain.ranks.rank_group import RankGroup
 from geartrain.replay.batch import Batch
 from geartrain.replay.cost import Cost, as_cost
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import Assignment
-from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.fetch_plan import As, FetchPlan, Pad, check_names_of, check_same_schema
 from geartrain.replay.groups import rows_for
 from geartrain.replay.options import MAX_PREFETCH, RankOptions, ReplayOptions, check_within

@@ -10,6 +10,7 @@ from typing import Any
 
 import geartrain._native as _native
 from geartrain.errors import StoreClosedError
+from geartrain.ranks.rank_group import RankGroup
 from geartrain.replay.admission import Admission
 from geartrain.replay.builder import (
     BuiltBatch,
@@ -20,7 +21,6 @@ from geartrain.replay.builder import (
     check_priorities,
     places_of,
 )
-from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.later_updates import LaterUpdates
 from geartrain.replay.native_batch import BatchPlan, GlobalNativeBatch, NativeBatch, native_batch
 from geartrain.replay.packed_batch import repeated_packed, sampled_packed

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from geartrain.core.arguments import check_choice, check_whole
 from geartrain.errors import ArgumentError
+from geartrain.ranks.rank_group import RankGroup
+from geartrain.ranks.topology import Mesh
 from geartrain.replay.batch import Batch
 from geartrain.replay.cost import Cost, as_cost
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
-from geartrain.replay.distributed.rank_group import RankGroup
-from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch_plan import Pad, check_names_of
 from geartrain.selection.arguments import check_number
 from geartrain.selection.strategy import check_seed

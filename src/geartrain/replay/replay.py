@@ -29,13 +29,13 @@ from geartrain.core.keys import Keys
 from geartrain.core.process_report import register
 from geartrain.core.threads import held, owns
 from geartrain.errors import ArgumentError, CallCancelledError, ReadOnlyStoreError, ReplayError, StoreClosedError
+from geartrain.ranks.rank_group import RankGroup
 from geartrain.replay.batch import Batch
 from geartrain.replay.batch_loader import LEAVE_S, BatchLoader, close_here
 from geartrain.replay.builder import given_priorities
 from geartrain.replay.builder_choice import open_builder
 from geartrain.replay.config import DATASET, ReplayConfig, ReplayKeywords, seeded_selection, stores_of
 from geartrain.replay.device import DeviceOptions
-from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.fetch_plan import As
 from geartrain.replay.figures import ConsumerFigures, figures_of_passes
 from geartrain.replay.options import RankOptions, ReplayOptions

@@ -16,7 +16,7 @@ import numpy as np
 
 import geartrain.rpc as rpc
 from geartrain.core.schema import Field
-from geartrain.replay.distributed.rank_group import SingleRank
+from geartrain.ranks.rank_group import SingleRank
 from geartrain.replay.replay import Replay
 from geartrain.replay.transitions import Transitions
 from geartrain.selection.random import Prioritized, Uniform

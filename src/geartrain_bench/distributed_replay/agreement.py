@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
+from geartrain.ranks.torch_rank_group import TorchRankGroup
 from geartrain.transport.connection import Connection, connect, listen
 from geartrain_bench.distributed_replay.two_processes import run
 

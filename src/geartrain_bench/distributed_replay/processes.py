@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.core.schema import Field
-from geartrain.replay.distributed.rank_group import SingleRank
+from geartrain.ranks.rank_group import SingleRank
 from geartrain.replay.replay import Replay
 from geartrain.selection.random import Prioritized
 from geartrain.store.store import Store

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from geartrain.core.schema import Field
-from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
+from geartrain.ranks.torch_rank_group import TorchRankGroup
 from geartrain.replay.replay import Replay
 from geartrain.selection.groups import GroupSampling
 from geartrain.selection.mixture import Mixture

@@ -15,8 +15,8 @@ import numpy as np
 import typer.testing
 
 import geartrain as gt
+import geartrain.checkpoints.job as checkpoint_of_job
 import geartrain.core.counters as counters
-import geartrain.replay.distributed.checkpoint as checkpoint_of_job
 import geartrain.weights as weights
 from geartrain.errors import GeartrainError
 from geartrain.integrations import export_store, import_dataset

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpo
 import numpy as np
+from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain import rpc
@@ -113,9 +114,7 @@ def learn_tasks(store: gt.Store, figures: dict[str, int]) -> None:
     """Draws the rows of the store with tasks, each of them once and whole, until the store is closed."""
     recent = collections.deque[int](maxlen=NUMBERS // 2)
     with store.expect_writers(), contextlib.suppress(GeartrainError):
-        with gt.Replay(
-            store, gt.selection.Fifo(), 4, output="numpy", options=gt.ReplayOptions(keep="saved", timeout_s=3600)
-        ) as replay:
+        with replay_of(store, gt.selection.Fifo(), 4, output="numpy", keep="saved", timeout_s=3600) as replay:
             for batch in replay:
                 try:
                     numbers = grpo.check(batch)

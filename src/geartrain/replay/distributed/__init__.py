@@ -1,1 +1,1 @@
-"""Distributed replay: global batches from the shards of many ranks, job checkpoints, data placement."""
+"""Batches over ranks: one global batch from the shards of many ranks."""

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.arguments import did_you_mean
 from geartrain.errors import ArgumentError
+from geartrain.ranks.rank_group import Bytes
 from geartrain.replay.batch import Batch
 from geartrain.replay.device.options import DeviceOptions, Path
 from geartrain.replay.device.priority_mirror import DevicePriorities
@@ -34,7 +35,6 @@ from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.distributed.assembly_device import DeviceAssembler, GatherAssembler, StagedAssembler
 from geartrain.replay.distributed.assembly_nccl import NcclAssembler
-from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.rank_reader import RankReader, Target
 from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.replay.fetch_plan import FetchPlan

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.core.schema import round_up
+from geartrain.ranks.rank_group import Bytes
 from geartrain.replay.batch import Batch
 from geartrain.replay.device.layout import arrangement, convert_rows, scatter_lines
 from geartrain.replay.device.mirrors import Mirrors
@@ -27,7 +28,6 @@ from geartrain.replay.device.target import DeviceTarget, gather_plan_of
 from geartrain.replay.device.transfer import GatherTransfer, ReadyBatch
 from geartrain.replay.distributed.assembly_host import HostAssembler, importance_weights
 from geartrain.replay.distributed.messages import ROW_HEADER, RowLayout, RowMessage, flat_bytes
-from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.rank_reader import RankReader, Target
 from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.replay.fetch_plan import FetchedRows, FetchPlan

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.keys import Keys
+from geartrain.ranks.rank_group import Bytes
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import nothing
-from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.rank_reader import RankReader, Target
 from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.replay.fetch_plan import FetchPlan

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from geartrain.device.kernels.gather_layout import Arena
     from geartrain.device.nccl import DeviceGroup
-    from geartrain.replay.distributed.rank_group import RankGroup
+    from geartrain.ranks.rank_group import RankGroup
 
 
 class NcclAssembler(GatherAssembler):

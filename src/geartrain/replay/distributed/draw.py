@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.errors import EmptyStoreError, GeartrainError, NotEnoughRowsError, RanksDisagreeError, SplitGroupError
+from geartrain.ranks.rank_collectives import DIRECT_RANKS, RADIX, all_to_all_of_known_sizes
+from geartrain.ranks.rank_group import Bytes
 from geartrain.replay.builder import PriorityUpdate, State, raised
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import SHARD_STATUS, flat_bytes, rank_status
-from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, RADIX, all_to_all_of_known_sizes
-from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler, now_ns
 from geartrain.selection.sharded import (
     NO_ROW,

@@ -33,16 +33,16 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.errors import ArgumentError, PeerLostError
+from geartrain.ranks.rank_group import Bytes, RankGroup
+from geartrain.ranks.rounds_in_flight import rounds_of
+from geartrain.ranks.topology import MeshPosition
 from geartrain.replay.admission import Admission
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.draw import TooFewRowsError
 from geartrain.replay.distributed.messages import flat_bytes
-from geartrain.replay.distributed.rank_group import Bytes, RankGroup
 from geartrain.replay.distributed.rank_rows import RankRows
 from geartrain.replay.distributed.read_agreement import ReadAgreement, RowsLostError
-from geartrain.replay.distributed.rounds_in_flight import rounds_of
-from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.later_updates import LaterUpdates
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, RanksDisagreeError
+from geartrain.ranks.rank_collectives import DIRECT_RANKS, all_gather_among, all_to_all_of_known_sizes
+from geartrain.ranks.rank_group import Bytes, RankGroup
+from geartrain.ranks.topology import MeshPosition
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.assignment import Replica, check_sizes
 from geartrain.replay.distributed.fingerprint import describe_job
-from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, all_gather_among, all_to_all_of_known_sizes
-from geartrain.replay.distributed.rank_group import Bytes, RankGroup
-from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection
 from geartrain.selection.sharded import check_strategy

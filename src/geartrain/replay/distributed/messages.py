@@ -1,7 +1,7 @@
 """Layout of the messages between ranks: row messages, shard status and priority updates.
 
 A row message holds n rows of one fetch plan. The arrays of the fields come one after the other, each padded to 64
-bytes. One `ROW_HEADER` per row follows. Rows that move to another shard for good (placement_moves.py) also have one
+bytes. One `ROW_HEADER` per row follows. Rows that move to another shard for good (placement/moves.py) also have one
 `STORED_ROW` each at the end.
 
     | field 0 (n, ...) | pad | field 1 (n, ...) | pad | ... | ROW_HEADER (n,) | STORED_ROW (n,) |
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.schema import round_up
-from geartrain.replay.distributed.rank_group import Bytes
+from geartrain.ranks.rank_group import Bytes
 from geartrain.replay.fetch_plan import FetchPlan
 
 #: Version of the messages between ranks; ranks of different versions refuse each other.

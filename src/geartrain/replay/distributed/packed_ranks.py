@@ -30,6 +30,9 @@ import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import EmptyStoreError, NotEnoughRowsError, PeerLostError
+from geartrain.ranks.rank_collectives import run_on_all_ranks
+from geartrain.ranks.rank_group import Bytes, RankGroup
+from geartrain.ranks.topology import MeshPosition
 from geartrain.replay.admission import Admission
 from geartrain.replay.batch_lengths import BatchLengths
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
@@ -37,11 +40,8 @@ from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.assignment import Assigner
 from geartrain.replay.distributed.draw import CommonError, DrawnBatch
 from geartrain.replay.distributed.messages import flat_bytes
-from geartrain.replay.distributed.rank_collectives import run_on_all_ranks
-from geartrain.replay.distributed.rank_group import Bytes, RankGroup
 from geartrain.replay.distributed.rank_source import RankSource
 from geartrain.replay.distributed.read_agreement import RowsLostError
-from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.kept_rows import KeptRows
 from geartrain.replay.packed_batch import PackedBatch, axes_of, check_room, packed_batch, repeated_probability, room_of
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler

@@ -29,12 +29,12 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.errors import EmptyStoreError, GeartrainError
+from geartrain.ranks.rank_group import Bytes
 from geartrain.replay.builder import PriorityUpdate
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.assignment import Assigner, Replica
 from geartrain.replay.distributed.draw import CommonError, DrawnBatch, ShardedSampler
 from geartrain.replay.distributed.members import Members
-from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.read_agreement import ReadAgreement, ReadOutcome
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.shard import ShardedDraw

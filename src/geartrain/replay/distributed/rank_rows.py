@@ -33,6 +33,9 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.device.nccl import DeviceGroup
+from geartrain.ranks.rank_collectives import run_on_all_ranks
+from geartrain.ranks.rank_group import Message, RankGroup
+from geartrain.ranks.topology import MeshPosition
 from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
@@ -42,12 +45,9 @@ from geartrain.replay.distributed.assembly import BatchAssembler, check_options,
 from geartrain.replay.distributed.assembly_host import HostAssembler
 from geartrain.replay.distributed.assignment import sizes_of
 from geartrain.replay.distributed.messages import flat_bytes
-from geartrain.replay.distributed.rank_collectives import run_on_all_ranks
-from geartrain.replay.distributed.rank_group import Message, RankGroup
 from geartrain.replay.distributed.rank_reader import RankReader, open_near
 from geartrain.replay.distributed.rank_source import RankSource
 from geartrain.replay.distributed.read_agreement import ReadAgreement
-from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection
 

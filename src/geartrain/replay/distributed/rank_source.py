@@ -18,16 +18,15 @@ from typing import Any
 
 import geartrain._native as _native
 from geartrain.errors import PeerLostError, StoreClosedError
+from geartrain.ranks.rank_group import RankGroup
+from geartrain.ranks.topology import MeshPosition
 from geartrain.replay.admission import Admission
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, check_priorities
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.draw import CommonError, DrawAgainError, ShardedSampler, TooFewRowsError
 from geartrain.replay.distributed.fingerprint import fingerprint_of
 from geartrain.replay.distributed.members import join_job
-from geartrain.replay.distributed.rank_group import RankGroup
-from geartrain.replay.distributed.row_wait import wait_for_rows
-from geartrain.replay.distributed.shard_admission import ShardAdmission
-from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.replay.distributed.rank_waits import ShardAdmission, wait_for_rows
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.mixture import Selection
 from geartrain.store.priorities import check_keys_of

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.errors import EmptyStoreError, NotEnoughRowsError
+from geartrain.ranks.rank_collectives import DIRECT_RANKS, RADIX
+from geartrain.ranks.rank_group import Message
 from geartrain.replay.distributed.draw import CommonError, DrawAgainError
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import flat_bytes
-from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, RADIX
-from geartrain.replay.distributed.rank_group import Message
 
 
 class RowsLostError(DrawAgainError):

@@ -437,7 +437,7 @@ def _inspect_journal(directory: Path, as_json: bool) -> None:
 
 
 def _inspect_steps(directory: Path, as_json: bool) -> None:
-    from geartrain.replay.distributed.checkpoint_steps import describe_steps
+    from geartrain.checkpoints.steps import describe_steps
 
     steps = describe_steps(directory)
     if as_json:

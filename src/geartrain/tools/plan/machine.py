@@ -202,7 +202,7 @@ def _measure_descent_ns(rows: int) -> float:
 
 def _measure_batch_us() -> float:
     """A batch of one small row by a group of one rank: the fixed costs of a batch."""
-    from geartrain.replay.distributed.rank_group import SingleRank
+    from geartrain.ranks.rank_group import SingleRank
     from geartrain.replay.replay import Replay
     from geartrain.selection import Prioritized
 
@@ -215,7 +215,7 @@ _RANK_PAIR = """
 import json, sys, time
 import numpy as np
 import torch, torch.distributed as dist
-from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
+from geartrain.ranks.torch_rank_group import TorchRankGroup
 torch.set_num_threads(1)
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)

@@ -39,9 +39,9 @@ import numpy as np
 
 from geartrain.core.arguments import shown
 from geartrain.errors import ArgumentError
+from geartrain.ranks.rank_collectives import DIRECT_RANKS, RADIX
 from geartrain.replay.distributed.assignment import Replica, assign
 from geartrain.replay.distributed.messages import rank_status
-from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, RADIX
 from geartrain.tools.plan.machine import Constants, median_s
 
 Arm = Literal["local_first", "ordered", "central"]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import PeerLostError
-from geartrain.replay.distributed.rank_collectives import all_gather_bruck, all_gather_object
-from geartrain.replay.distributed.rank_group import Bytes, Message
+from geartrain.ranks.rank_collectives import all_gather_bruck, all_gather_object
+from geartrain.ranks.rank_group import Bytes, Message
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,7 +31,7 @@ class _Wire:
 
 
 class ThreadRankGroup:
-    """One of `size` ranks in this process; see `geartrain.replay.distributed.rank_group.RankGroup`.
+    """One of `size` ranks in this process; see `geartrain.ranks.rank_group.RankGroup`.
 
     Args:
         die_at: number of the exchange at which this rank dies, like a killed process.

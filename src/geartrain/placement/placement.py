@@ -34,15 +34,15 @@ from geartrain.core.arguments import (
 )
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, PeerLostError
+from geartrain.placement.balance import deal, expected_up_to, flows
+from geartrain.placement.moves import RowMover
+from geartrain.placement.report import By, PlacementReport, RebalanceResult, ShardStatus
+from geartrain.ranks.rank_group import RankGroup, SingleRank
+from geartrain.ranks.topology import MeshPosition, topology_of
+from geartrain.ranks.torch_rank_group import as_rank_group
 from geartrain.replay.distributed.assignment import assign
-from geartrain.replay.distributed.balance import deal, expected_up_to, flows
 from geartrain.replay.distributed.members import Members, check_same
 from geartrain.replay.distributed.messages import PROTOCOL
-from geartrain.replay.distributed.placement_moves import RowMover
-from geartrain.replay.distributed.placement_report import By, PlacementReport, RebalanceResult, ShardStatus
-from geartrain.replay.distributed.rank_group import RankGroup, SingleRank
-from geartrain.replay.distributed.topology import MeshPosition, topology_of
-from geartrain.replay.distributed.torch_rank_group import as_rank_group
 from geartrain.replay.fetch_plan import FetchPlan, check_names_of
 from geartrain.replay.windows import as_windows
 from geartrain.store.store import Store

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from geartrain.replay.distributed.carrier import Bytes, Message
+from geartrain.ranks.carrier import Bytes, Message
 
 
 class RankGroup(Protocol):

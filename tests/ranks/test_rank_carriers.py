@@ -13,13 +13,13 @@ import pytest
 from deadlines import patience
 from rank_carriers import Ranks, dist, on_threads, simulated_nixl
 
-import geartrain.replay.distributed.carrier_addresses as carrier_addresses
-import geartrain.replay.distributed.transport_carrier as transport_carrier
+import geartrain.ranks.carrier_addresses as carrier_addresses
+import geartrain.ranks.transport_carrier as transport_carrier
 from geartrain.errors import ArgumentError, PeerLostError, TransportError, UntrustedPeerError, WaitTimeoutError
-from geartrain.replay.distributed.carrier import CarrierError, Cause
-from geartrain.replay.distributed.carrier_addresses import open_carrier
-from geartrain.replay.distributed.rounds_in_flight import TransportRounds
-from geartrain.replay.distributed.transport_carrier import INLINE_BYTES, TransportCarrier
+from geartrain.ranks.carrier import CarrierError, Cause
+from geartrain.ranks.carrier_addresses import open_carrier
+from geartrain.ranks.rounds_in_flight import TransportRounds
+from geartrain.ranks.transport_carrier import INLINE_BYTES, TransportCarrier
 from geartrain.transport.connection import connect
 from geartrain.transport.tls import TLS
 

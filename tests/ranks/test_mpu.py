@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from geartrain.errors import ArgumentError
-from geartrain.replay.distributed.topology import MeshPosition, of_mesh
+from geartrain.ranks.topology import MeshPosition, of_mesh
 
 dist = pytest.importorskip("torch.distributed")
 

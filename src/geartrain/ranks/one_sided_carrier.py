@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from geartrain.errors import GeartrainError
-from geartrain.replay.distributed.carrier import Bytes, CarrierError, Cause, Message, by_peer
-from geartrain.replay.distributed.transport_carrier import TransportCarrier
+from geartrain.ranks.carrier import Bytes, CarrierError, Cause, Message, by_peer
+from geartrain.ranks.transport_carrier import TransportCarrier
 from geartrain.transport.one_sided import Link
 from geartrain.transport.one_sided.registered_memory import RegisteredBuffer, RegisteredMemoryPool
 

@@ -37,7 +37,7 @@ from geartrain.errors import (
     PeerLostError,
     WaitTimeoutError,
 )
-from geartrain.replay.distributed.carrier import INLINE_BYTES, Bytes, CarrierError, Cause, Message, by_peer
+from geartrain.ranks.carrier import INLINE_BYTES, Bytes, CarrierError, Cause, Message, by_peer
 from geartrain.transport.connection import Connection, Listener, connect
 
 # How long a rank waits for one peer before it looks after the others.

@@ -35,10 +35,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from geartrain.core.arguments import check_flag, check_path, check_texts, timeout, whole_number
-from geartrain.core.threads import DaemonThread
-from geartrain.errors import ArgumentError, CheckpointError, GeartrainError, PeerLostError, WaitTimeoutError
-from geartrain.replay.distributed.checkpoint_requests import (
+from geartrain.checkpoints.requests import (
     LoadRequest,
     SaveRequest,
     check_load_requests,
@@ -48,7 +45,8 @@ from geartrain.replay.distributed.checkpoint_requests import (
     save_request,
     shard_ranks,
 )
-from geartrain.replay.distributed.checkpoint_steps import (
+from geartrain.checkpoints.restore import LoadOptions, adopt_segment, saved_shard
+from geartrain.checkpoints.steps import (
     FORMAT,
     VERSION,
     base_checkpoint,
@@ -59,10 +57,12 @@ from geartrain.replay.distributed.checkpoint_steps import (
     step_name,
     write_record,
 )
-from geartrain.replay.distributed.rank_group import RankGroup, SingleRank
-from geartrain.replay.distributed.restore import LoadOptions, adopt_segment, saved_shard
-from geartrain.replay.distributed.topology import topology_of
-from geartrain.replay.distributed.torch_rank_group import as_rank_group
+from geartrain.core.arguments import check_flag, check_path, check_texts, timeout, whole_number
+from geartrain.core.threads import DaemonThread
+from geartrain.errors import ArgumentError, CheckpointError, GeartrainError, PeerLostError, WaitTimeoutError
+from geartrain.ranks.rank_group import RankGroup, SingleRank
+from geartrain.ranks.topology import topology_of
+from geartrain.ranks.torch_rank_group import as_rank_group
 from geartrain.store.checkpoint_format import STORED_NAMES, renamed, schema_of
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.checkpoint_writer import Saved, save

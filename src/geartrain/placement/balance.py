@@ -22,7 +22,7 @@ Counts = NDArray[np.int64]
 
 
 def deal(priorities: Floats, amount: Floats, share: Floats, reads: Floats, free: Counts) -> NDArray[np.int64]:
-    """The shard that each row should go to, (n,) int64; see `geartrain.replay.distributed.placement.Placement.deal`.
+    """The shard that each row should go to, (n,) int64; see `geartrain.placement.placement.Placement.deal`.
 
     Args:
         priorities: (n,) of the rows.

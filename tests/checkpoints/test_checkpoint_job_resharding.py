@@ -12,8 +12,8 @@ import pytest
 from job_checkpoints import close, commits, load_all, population, save_all, stores_of
 
 import geartrain as gt
+from geartrain.checkpoints.job import save_checkpoint
 from geartrain.errors import CheckpointError
-from geartrain.replay.distributed.checkpoint import save_checkpoint
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

@@ -15,11 +15,11 @@ from placed_rows import STEPS, Stores, contents, fill, insert, population, repla
 from replay_calls import replay_of
 
 import geartrain as gt
-import geartrain.replay.distributed.placement_moves as placement_moves
+import geartrain.placement.moves as placement_moves
 from geartrain.core.keys import Keys
 from geartrain.errors import PeerLostError
-from geartrain.replay.distributed.placement import Placement
-from geartrain.replay.distributed.placement_report import RebalanceResult
+from geartrain.placement.placement import Placement
+from geartrain.placement.report import RebalanceResult
 from geartrain.selection import Fifo, Prioritized
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 

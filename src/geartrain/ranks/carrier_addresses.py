@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from geartrain.errors import ArgumentError, GeartrainError, WaitTimeoutError
-from geartrain.replay.distributed.transport_carrier import TransportCarrier
+from geartrain.ranks.transport_carrier import TransportCarrier
 from geartrain.transport.connection import Listener, listen
 from geartrain.transport.rendezvous import address_towards
 from geartrain.transport.tls import VARIABLES
@@ -103,7 +103,7 @@ def open_carrier(
     assert listener is not None  # or this rank would have said why not
     addresses = [each.removeprefix(WITH_TLS if backend is None else _asks_for(backend)) for each in addresses]
     if backend is not None:
-        from geartrain.replay.distributed.one_sided_carrier import OneSidedCarrier
+        from geartrain.ranks.one_sided_carrier import OneSidedCarrier
 
         return OneSidedCarrier(backend, listener, addresses, rank, key, failed, transport)
     return TransportCarrier(listener, addresses, rank, key, failed, transport)

@@ -18,9 +18,9 @@ from deadlines import patience
 from rank_carriers import SIMULATED_NIXL, Ranks, dist, on_threads, simulated_nixl
 
 from geartrain.errors import ArgumentError
-from geartrain.replay.distributed.carrier import CarrierError, Cause
-from geartrain.replay.distributed.carrier_addresses import open_carrier
-from geartrain.replay.distributed.transport_carrier import TransportCarrier
+from geartrain.ranks.carrier import CarrierError, Cause
+from geartrain.ranks.carrier_addresses import open_carrier
+from geartrain.ranks.transport_carrier import TransportCarrier
 from geartrain.transport.one_sided import registered_memory
 from geartrain.transport.one_sided.nixl import agent
 from geartrain.transport.one_sided.nixl.link import NixlLink
@@ -57,7 +57,7 @@ NIXL_PEER = """
 import sys, time
 import numpy as np
 import torch.distributed as dist
-from geartrain.replay.distributed.carrier_addresses import open_carrier
+from geartrain.ranks.carrier_addresses import open_carrier
 from geartrain.transport.one_sided.nixl import agent
 agent.WHEELS = ("nixl_cu12",)
 store = dist.FileStore(sys.argv[1], 2)

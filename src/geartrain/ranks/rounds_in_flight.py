@@ -18,9 +18,9 @@ import numpy as np
 
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import GeartrainError, WaitTimeoutError
-from geartrain.replay.distributed.carrier import INLINE_BYTES
-from geartrain.replay.distributed.rank_group import Bytes, RankGroup
-from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
+from geartrain.ranks.carrier import INLINE_BYTES
+from geartrain.ranks.rank_group import Bytes, RankGroup
+from geartrain.ranks.torch_rank_group import TorchRankGroup
 
 # How long one message is waited for before the program is asked whether there is something else to do.
 GLANCE_S = 0.002

@@ -17,10 +17,10 @@ from deadlines import patience
 from job_checkpoints import close, load_all, population, put, records, save_all, stores_of
 
 import geartrain as gt
-import geartrain.replay.distributed.checkpoint as shards
+import geartrain.checkpoints.job as shards
+from geartrain.checkpoints.job import save_checkpoint
+from geartrain.checkpoints.steps import describe_steps
 from geartrain.errors import CheckpointError, PeerLostError, WaitTimeoutError
-from geartrain.replay.distributed.checkpoint import save_checkpoint
-from geartrain.replay.distributed.checkpoint_steps import describe_steps
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 

@@ -13,8 +13,8 @@ import pytest
 from job_checkpoints import FIELDS, close, load_all, put, records, save_all, steps, stores_of
 
 import geartrain as gt
+from geartrain.checkpoints.job import load_checkpoint, save_checkpoint
 from geartrain.errors import CheckpointError, StoreExistsError
-from geartrain.replay.distributed.checkpoint import load_checkpoint, save_checkpoint
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

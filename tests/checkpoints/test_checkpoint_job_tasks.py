@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from job_checkpoints import load_all, save_all
+from replay_calls import replay_of
 from tasked_stores import everything
 
 import geartrain as gt
+from geartrain.checkpoints.job import load_checkpoint, save_checkpoint
 from geartrain.errors import ArgumentError
-from geartrain.replay.distributed.checkpoint import load_checkpoint, save_checkpoint
 from geartrain.store.saved_parts import PART
 from geartrain.tools.testing import run_ranks
 
@@ -36,9 +37,7 @@ def answer(store: gt.Store, rows: int) -> None:
 
 
 def make_replay(store: gt.Store, **options: Any) -> gt.Replay:
-    return gt.Replay(
-        store, gt.selection.Uniform(seed=0), batch_size=4, options=gt.ReplayOptions(keep="saved"), **options
-    )
+    return replay_of(store, gt.selection.Uniform(seed=0), batch_size=4, keep="saved", **options)
 
 
 def test_a_job_goes_on_from_one_step_of_store_replay_limiter_and_clock(names: Any, tmp_path: Path) -> None:

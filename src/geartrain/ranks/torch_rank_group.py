@@ -21,19 +21,19 @@ from geartrain.core.arguments import check_choice
 from geartrain.core.extras import require_torch
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, GeartrainError, PeerLostError, WaitTimeoutError
-from geartrain.replay.distributed.carrier import MAX_MESSAGES, Bytes, Carrier, CarrierError, Cause, Message
-from geartrain.replay.distributed.gloo_carrier import GlooCarrier
-from geartrain.replay.distributed.rank_collectives import (
+from geartrain.ranks.carrier import MAX_MESSAGES, Bytes, Carrier, CarrierError, Cause, Message
+from geartrain.ranks.gloo_carrier import GlooCarrier
+from geartrain.ranks.rank_collectives import (
     RADIX,
     all_gather_bruck,
     all_gather_object,
     all_to_all_of_known_sizes,
 )
-from geartrain.replay.distributed.rank_group import RankGroup
+from geartrain.ranks.rank_group import RankGroup
 
 if TYPE_CHECKING:  # the network is loaded by the group that uses it
     import geartrain._native as _native
-    from geartrain.replay.distributed.transport_carrier import TransportCarrier
+    from geartrain.ranks.transport_carrier import TransportCarrier
 
 #: What `GEARTRAIN_RANK_CARRIER` may say, besides the name of a one-sided backend.
 CARRIERS = ("auto", "tcp", "gloo")
@@ -123,7 +123,7 @@ class TorchRankGroup:
             self._open(wanted, backend)
 
     def _open(self, wanted: str, backend: str | None) -> None:
-        from geartrain.replay.distributed.carrier_addresses import open_carrier
+        from geartrain.ranks.carrier_addresses import open_carrier
 
         try:
             opened = open_carrier(

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import geartrain as gt
+from geartrain.checkpoints.job import load_checkpoint, save_checkpoint
 from geartrain.errors import RanksDisagreeError
-from geartrain.replay.distributed.checkpoint import load_checkpoint, save_checkpoint
 from geartrain.tools.testing import run_ranks
 
 FIELDS = {"id": gt.Field((), "int64", per_row=True), "x": gt.Field((), "float32")}

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.checkpoints.restore import SHARED_LIMITS, LoadOptions
+from geartrain.checkpoints.steps import Steps, scan_steps
 from geartrain.core.arguments import check_flag, check_text, check_whole, shown, whole_number
 from geartrain.core.schema import Field, schema_difference
 from geartrain.errors import ArgumentError, CheckpointError, RanksDisagreeError
-from geartrain.replay.distributed.checkpoint_steps import Steps, scan_steps
-from geartrain.replay.distributed.restore import SHARED_LIMITS, LoadOptions
 from geartrain.store.checkpoint_format import make_directory
 from geartrain.store.store import Store
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from geartrain.errors import RanksDisagreeError
-from geartrain.replay.distributed.carrier import Bytes, Message
-from geartrain.replay.distributed.rank_group import RankGroup
+from geartrain.ranks.carrier import Bytes, Message
+from geartrain.ranks.rank_group import RankGroup
 
 # Ranks that an all-gather reaches in one round.
 RADIX = 8

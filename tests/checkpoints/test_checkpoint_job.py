@@ -13,11 +13,11 @@ from deadlines import patience
 from job_checkpoints import FIELDS, close, load_all, population, put, records, save_all, stores_of
 
 import geartrain as gt
-import geartrain.replay.distributed.checkpoint as shards
+import geartrain.checkpoints.job as shards
+from geartrain.checkpoints.job import load_checkpoint, newest_step, save_checkpoint
+from geartrain.checkpoints.requests import torchrun_shard
+from geartrain.checkpoints.steps import describe_steps
 from geartrain.errors import ArgumentError, CheckpointError, RanksDisagreeError, StoreExistsError
-from geartrain.replay.distributed.checkpoint import load_checkpoint, newest_step, save_checkpoint
-from geartrain.replay.distributed.checkpoint_requests import torchrun_shard
-from geartrain.replay.distributed.checkpoint_steps import describe_steps
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -346,7 +346,7 @@ def test_a_process_group_saves_in_parallel_and_one_of_other_size_loads(
     store_name: Any, tmp_path: Path, fork: Callable[[Callable[[], object]], int]
 ) -> None:
     dist = pytest.importorskip("torch.distributed")
-    from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
+    from geartrain.ranks.torch_rank_group import TorchRankGroup
 
     def job(number: int, size: int, body: Callable[[Any, int], object]) -> list[int]:
         def run(rank: int) -> None:

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.progress import Progress
-from geartrain.replay.distributed.balance import heaviest_within, rounds_of
+from geartrain.placement.balance import heaviest_within, rounds_of
+from geartrain.ranks.rank_group import Message
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import ROW_HEADER, STORED_ROW, RowMessage
-from geartrain.replay.distributed.rank_group import Message
 from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.store.store import Store
 

@@ -10,11 +10,11 @@ import pytest
 from placed_rows import Stores, fill, insert, replayed, with_placement
 
 import geartrain as gt
-import geartrain.replay.distributed.balance as balance
+import geartrain.placement.balance as balance
 from geartrain.errors import ArgumentError, FieldError, RanksDisagreeError
-from geartrain.replay.distributed.placement import Placement
-from geartrain.replay.distributed.placement_report import RebalanceResult
-from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.placement.placement import Placement
+from geartrain.placement.report import RebalanceResult
+from geartrain.ranks.topology import MeshPosition
 from geartrain.selection import Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 

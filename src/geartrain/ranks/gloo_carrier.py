@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from geartrain.replay.distributed.carrier import MAX_MESSAGES, CarrierError, Cause, Message
+from geartrain.ranks.carrier import MAX_MESSAGES, CarrierError, Cause, Message
 
 
 class GlooCarrier:

@@ -1,9 +1,10 @@
-"""Waits for rows over several ranks: all ranks keep waiting, or stop in the same round and for the same reason.
+"""Waits of a batch over ranks: `ShardAdmission` for the shards' rate limiters, `wait_for_rows` for rows.
 
-Each rank has its own clock, and knows only the writers that its own handle expects (`Store.expect_writers`). So the
-ranks exchange both whenever they have counted too few rows. Processes that have the store open do not count as writers,
-because they may be ranks. A store with tasks has workers: processes that have it open and are no ranks are waited for,
-until `finish` was called on all shards and too few rows are left.
+A rank waits by itself for the limiters of its shards, before all ranks draw. For rows all ranks keep waiting, or stop
+in the same round and for the same reason. Each rank has its own clock, and knows only the writers that its own handle
+expects (`Store.expect_writers`). So the ranks exchange both whenever they have counted too few rows. Processes that
+have the store open do not count as writers, because they may be ranks. A store with tasks has workers: processes that
+have it open and are no ranks are waited for, until `finish` was called on all shards and too few rows are left.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from geartrain.errors import CallCancelledError, NotEnoughRowsError, WaitTimeoutError
+from geartrain.replay.admission import Admission
 from geartrain.replay.distributed.draw import CommonError, TooFewGroupsError, TooFewRowsError
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.sampler import StoreSampler
-from geartrain.replay.store_waits import NoMoreRowsError
+from geartrain.replay.store_waits import NoMoreRowsError, wait_together
+from geartrain.selection.mixture import Selection, quotas_of
 
 #: Between two counts, which are a round of messages each.
 COUNT_EVERY_S = 0.05
@@ -26,6 +29,57 @@ _NONE_EXPECTED = (
     "; no rank expects writers, so nothing is waited for. Insert rows first, or start the writers by an ActorPool or "
     "within `with store.expect_writers()`"
 )
+
+
+class ShardAdmission:
+    """Waits for the rate limiters of the shards that this rank leads, before all ranks draw.
+
+    How many rows a shard will be drawn for is not known by then, so that its rate limiter admits an even share.
+
+    Args:
+        samplers: of this rank's shards, one for each store.
+        members: the ranks.
+        selection: the strategy, or the mixture.
+        batch_size: of the global batch.
+    """
+
+    def __init__(
+        self, samplers: Sequence[StoreSampler], members: Members, selection: Selection, batch_size: int
+    ) -> None:
+        self._samplers = samplers
+        self._members = members
+        self._selection = selection
+        self._batch_size = batch_size
+        self._fixed = [batch_size] if len(samplers) == 1 else []
+
+    def quotas(self, step: int) -> list[int]:
+        """Rows of each store in the global batch of a step."""
+        return self._fixed or quotas_of(self._selection, self._batch_size, step)
+
+    def wait(self, step: int, admission: Admission) -> None:
+        """Waits until the batch of a step is admitted; raises what `StoreSampler.admit` raises.
+
+        Args:
+            step: of the batch.
+            admission: to which its rows are added.
+        """
+        wait_together(self._samplers)
+        for number, quota in enumerate(self.quotas(step)):
+            share = self._share(number, quota)
+            if share:
+                self._samplers[number].admit(share, admission, may_stop=False)
+
+    def keep(self, admission: Admission, found: Sequence[int]) -> None:
+        """Gives back admitted rows that the batch does not need.
+
+        `found` is the number of rows found in each store. It is lower than usual at the end of a pass, and where a late
+        group has fewer rows than others.
+        """
+        for number, n in enumerate(found):
+            admission.keep(self._samplers[number], self._share(number, n))
+
+    def _share(self, number: int, n: int) -> int:
+        return -(-n // len(self._members.stores[number].ranks)) if self._members.leads(number) else 0
 
 
 def wait_for_rows(few: TooFewRowsError, samplers: Sequence[StoreSampler], members: Members) -> None:
@@ -115,4 +169,4 @@ def _what_lacks(few: TooFewRowsError, sampler: StoreSampler, members: Members) -
     return "".join(members.group.all_gather_object(mine))
 
 
-__all__ = ["COUNT_EVERY_S", "wait_for_rows"]
+__all__ = ["COUNT_EVERY_S", "ShardAdmission", "wait_for_rows"]

@@ -1,0 +1,1 @@
+"""Placement of rows: in the shards whose hosts train on them."""
