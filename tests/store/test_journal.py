@@ -30,7 +30,6 @@ from geartrain.errors import (
 )
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.journal_directory import JournalDirectory
-from geartrain.store.journaled import begin_journal
 
 # --- restored ---------------------------------------------------------------------------------------------------
 
@@ -472,7 +471,7 @@ def test_loading_that_is_killed_while_its_journal_begins_starts_anew(tmp_path: P
             options = journal_module.JournalOptions(path, 0.0, "wait", KillingDisk(operation))
             with Checkpoint(tmp_path / "checkpoint") as checkpoint:
                 store = gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=CAPACITY)
-                begin_journal(store, options, checkpoint)
+                store.begin_journal(options, checkpoint)
             store.close()
 
         if wait_for(fork(load)) == 0:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from geartrain.core.arguments import check_choice, check_unmasked, did_you_mean
+from geartrain.core.arguments import check_choice, check_unmasked, default_threads, did_you_mean
 from geartrain.core.dtypes import DTYPES, Dtype, as_dtype, as_raw, plain_tensor, torch_dtype
 from geartrain.core.keys import Keys
 from geartrain.core.schema import Field, of_field
@@ -24,6 +24,7 @@ from geartrain.store.recorder import GOES_ON_THERE, repeats_field, shares_rows
 #: Conversions that an insert may make, as in NumPy: none, lossless ones, or ones within a kind of number.
 Casting = Literal["no", "safe", "same_kind"]
 CASTINGS = ("no", "safe", "same_kind")
+_CASTINGS = frozenset(CASTINGS)
 
 
 def insert_rows(
@@ -32,10 +33,18 @@ def insert_rows(
     lengths: ArrayLike | None,
     priorities: ArrayLike | None,
     versions: ArrayLike | None,
-    threads: int,
+    threads: int | None,
     casting: Casting = "no",
 ) -> Keys:
     """Copies rows in and returns their keys; see `Store.insert`."""
+    try:
+        if lengths is None and priorities is None and versions is None and casting in _CASTINGS:
+            raw = columns.inserter.insert(fields, 0 if threads is None else default_threads(threads))
+            if raw is not None:
+                return Keys.packed(raw, columns.store_id)
+    except TypeError:  # no fields, or a casting that is no text, which are told below
+        pass
+    threads = default_threads(threads)
     check_choice("casting", casting, CASTINGS)
     if not isinstance(fields, Mapping):
         raise SchemaError(

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
+import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
-from geartrain.store.handle import StoreHandle
 
 
-def set_priorities(store: StoreHandle, keys: Keys, priorities: NDArray[np.float64]) -> int:
+class PrioritizedStore(Protocol):
+    """What setting priorities needs of a `Store`."""
+
+    native: _native.Store
+
+    @property
+    def name(self) -> str:
+        """Name of the store."""
+
+    @property
+    def per_step(self) -> bool:
+        """Whether every step has a priority of its own."""
+
+
+def set_priorities(store: PrioritizedStore, keys: Keys, priorities: NDArray[np.float64]) -> int:
     """Sets the priorities (n,) of rows or steps of a store, by keys of it; returns how many keys were stale.
 
     Raises:
@@ -38,7 +54,7 @@ def check_keys_of(keys: Keys, *, per_step: bool, whose: str) -> None:
         )
 
 
-def apply_updates(store: StoreHandle, keys: Keys, priorities: NDArray[np.float64]) -> int:
+def apply_updates(store: PrioritizedStore, keys: Keys, priorities: NDArray[np.float64]) -> int:
     """Sets priorities of rows or steps of batches, in the order of their draws.
 
     If a row or step was drawn twice, the later draw's priority holds. A key that cannot be in the store counts as

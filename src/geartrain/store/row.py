@@ -1,4 +1,4 @@
-"""Rows being written: views of their blocks, commit and abandon."""
+"""Rows: their states, their present keys, and rows being written: views of their blocks, commit and abandon."""
 
 from __future__ import annotations
 
@@ -17,15 +17,43 @@ import geartrain._native as _native
 from geartrain.core.arguments import check_unmasked, check_whole, refuse_copies, shown, whole_number
 from geartrain.core.dtypes import as_dtype, as_raw, numpy_dtype, plain_tensor
 from geartrain.core.keys import Keys
-from geartrain.errors import LockTimeoutError, NoSpaceError, SchemaError, StaleKeyError, StoreClosedError
+from geartrain.errors import ArgumentError, LockTimeoutError, NoSpaceError, SchemaError, StaleKeyError, StoreClosedError
 from geartrain.store.columns import Columns, as_column, check_entry, check_priority
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
+#: Named states of a row, as `Store.status` reports them.
+ROW_STATES = ("free", "writing", "committed", "exhausted", "open", "under_way", "kept")
+OPEN, UNDER_WAY = ROW_STATES.index("open"), ROW_STATES.index("under_way")
+_SELECTABLE = (ROW_STATES.index("committed"), OPEN)
 #: To native calls: a row that was given no priority.
 _NONE = float("nan")
+
+
+def keys_of_rows(native: _native.Store, rows: ArrayLike, capacity: int, store_id: int) -> Keys:
+    """Present keys of rows by their numbers or by a mask; see `Store.keys_of`."""
+    try:
+        numbers = np.asarray(rows)
+    except (TypeError, ValueError):  # lists of several lengths
+        numbers = np.zeros((), object)
+    if numbers.dtype == bool and numbers.shape == (capacity,):
+        numbers = np.flatnonzero(numbers)
+    if numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and numbers.size):
+        raise ArgumentError(
+            f"rows are whole numbers (n,) or a mask ({capacity},), found {numbers.dtype} {numbers.shape}"
+        )
+    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < capacity:
+        raise ArgumentError(f"the store has rows 0 to {capacity - 1}, found {numbers.min()} to {numbers.max()}")
+    infos = native.infos(np.ascontiguousarray(numbers, np.uint32))
+    selectable = (infos["generation"] & 1 == 1) & np.isin(infos["state"], _SELECTABLE)
+    if not selectable.all():
+        raise ArgumentError(
+            f"row {numbers[~selectable][0]} holds no trajectory ({(~selectable).sum()} of {len(numbers)} rows); "
+            f"store.keys().row are those that do"
+        )
+    return Keys.of_rows(np.ascontiguousarray(numbers, np.uint32), infos["generation"], store_id)
 
 
 class _Uncommitted(ABC):

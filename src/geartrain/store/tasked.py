@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_texts, check_whole, default_threads, shown, some_of, timeout, whole_number
+from geartrain.core.arguments import check_texts, check_whole, shown, some_of, timeout, whole_number
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, NoSpaceError, SchemaError, StoreClosedError, WaitTimeoutError
@@ -28,10 +28,9 @@ from geartrain.store.claims import (
 from geartrain.store.columns import as_column
 from geartrain.store.insert import CASTINGS, Casting
 from geartrain.store.packed import ReadValues, RowReader, check_output
-from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
+from geartrain.store.rate_limiter import INSERT_TIMEOUT_S, RateLimiter
 from geartrain.store.span_values import check_names, collect, lengths_given, part_of
-from geartrain.store.waiting_claims import Asked, claim_later
-from geartrain.store.writable import WritableStore
+from geartrain.store.waiting_claims import Asked
 
 Output = Literal["torch", "numpy"]
 #: What `claim_rows` of the native store returns; fields that were read with the rows, and their values.
@@ -44,7 +43,7 @@ _FOREVER_S = 1e9
 
 
 class TaskedRows:
-    """Inserts, claims and figures of a store with axes or tasks, of this host or of a peer.
+    """Inserts, claims and figures of a store with axes or tasks: the base of `Store` and `RemoteStore`.
 
     `native` does the work. A peer's store has an object with the same calls in its place.
     """
@@ -154,7 +153,7 @@ class TaskedRows:
         Raises:
             ArgumentError: the store has no tasks.
         """
-        self._tasks_plan()
+        tasks_plan(self)
         self.native.end_inserts()
 
     # --- claims ---------------------------------------------------------------------------------------------
@@ -345,7 +344,7 @@ class TaskedRows:
             WaitTimeoutError: no room within `timeout_s`; rows before are written.
             LockTimeoutError, NoSpaceError: of a journal, as in `Claim.put`.
         """
-        plan = self._tasks_plan()
+        plan = tasks_plan(self)
         durable = check_durable(self.native, durable)
         keys = check_keys(keys)
         keys.check_store(self.id, self.name)
@@ -394,7 +393,7 @@ class TaskedRows:
         Raises:
             ArgumentError: the store has no tasks.
         """
-        self._tasks_plan()
+        tasks_plan(self)
         return self.native.clock()
 
     def advance(self, version: int) -> int:
@@ -409,7 +408,7 @@ class TaskedRows:
         Raises:
             ArgumentError: the store has no tasks, or the version is out of range.
         """
-        self._tasks_plan()
+        tasks_plan(self)
         return self.native.advance(whole_number("version", version, 2**63 - 1))
 
     def task_stats(self) -> dict[str, dict[str, int]]:
@@ -427,7 +426,7 @@ class TaskedRows:
 
         `due` of the last task is the number of rows that a replay can draw, `done` how many were drawn.
         """
-        plan = self._tasks_plan()
+        plan = tasks_plan(self)
         figures = self.native.task_figures()["tasks"]
         found = {name: dict(each) for name, each in zip(plan.tasks, figures, strict=True)}
         if found:
@@ -441,7 +440,7 @@ class TaskedRows:
     ) -> Claim | None:
         """A claim of rows; None where none can become due any more."""
         number = asked[0]
-        task = list(self._tasks_plan().tasks)[number - 1]
+        task = list(tasks_plan(self).tasks)[number - 1]
         began_s = time.monotonic()
         word_s = FIRST_WORD_S
         while True:
@@ -473,14 +472,9 @@ class TaskedRows:
 
     # --- checks ---------------------------------------------------------------------------------------------
 
-    def _tasks_plan(self) -> RowPlan:
-        if self.plan is None or not self.plan.tasks:
-            raise ArgumentError(f"the store {self.name!r} has no tasks: create it with tasks=")
-        return self.plan
-
     def _brought(self, number: int, fields: Any) -> Sequence[str]:
         """The fields that a claim brings along."""
-        plan = self._tasks_plan()
+        plan = tasks_plan(self)
         known = plan.readable(number)
         if fields is None:
             return known
@@ -491,7 +485,7 @@ class TaskedRows:
 
     def _asked(self, task: Any, n: Any, max_items: Any, of: Any) -> tuple[int, int, int, int]:
         """Number of the task, most rows, most items (0: no limit) and number of their axis."""
-        plan = self._tasks_plan()
+        plan = tasks_plan(self)
         number = plan.number(task)
         if number == len(plan.tasks):
             raise SchemaError(f"the last task {task!r} has no claims: draw its rows with Replay, which frees them")
@@ -514,178 +508,62 @@ class TaskedRows:
         return number, self.capacity if n is None else min(most, self.capacity), min(items, 2**63 - 1), axis
 
 
-class TaskedStore(WritableStore, TaskedRows):
-    """A handle whose rows may pass through tasks. Users have its subclass `Store`."""
-
-    def insert(
-        self,
-        fields: Mapping[str, Any],
-        *,
-        lengths: ArrayLike | Mapping[str, ArrayLike] | None = None,
-        priorities: ArrayLike | None = None,
-        versions: ArrayLike | None = None,
-        threads: int | None = None,
-        casting: Casting = "no",
-        timeout_s: float | None = None,
-        durable: bool = False,
-    ) -> Keys:
-        """Copies `n` rows into the store and returns their keys.
-
-        In a store with axes, strings or tasks no row is evicted to make room: the insert waits until rows are freed.
-
-        Args:
-            fields: for every field of the store an array or tensor (n, t, ...) of its dtype, t up to `max_length`. A
-                `per_row` field is (n, ...). With tasks, the fields of the insert. One with an axis takes a list of n
-                arrays (m, ...), one for each row; or one array with the values of all rows, and `lengths`. `Text` and
-                `Bytes` take lists of strings, and with an axis a list of strings for each row.
-            lengths: (n,) steps of each row; t by default. In a store with axes: (n,) items of the insert's axis in each
-                row, or a dict of such arrays by axis.
-            priorities: (n,) finite and >= 0; by default the store's `new_priority`.
-            versions: (n,) integers; 0 by default, and with tasks the store's clock.
-            threads: threads that copy; by default up to 4 of the cores this process may use.
-            casting: conversions to the fields' dtypes that are allowed, as in NumPy: "no", "safe" (int16 to float32) or
-                "same_kind" (float64 to float32). Lists of Python's numbers are converted if they fit.
-            timeout_s: longest wait for room in a store with axes or tasks, in seconds; 600 by default.
-            durable: return once the rows are on the disk of the store's journal.
-
-        Raises:
-            SchemaError: an array has another shape or dtype than its field. Nothing is written.
-            FieldError: a field is missing, or the store has no such field. Nothing is written.
-            StoreFullError: too many blocks are being written, or more rows than `limiter.set(in_flight=)` allows.
-            WaitTimeoutError: no room within `timeout_s`, or too many rows in flight. The message says how many rows are
-                under way, due and kept.
-            NoSpaceError: the rows are larger than all of `span_bytes`.
-            ArgumentError: `timeout_s` for a store that evicts rows and does not wait; `durable` without a journal.
-            LockTimeoutError: the journal's disk is behind for longer than the store's `timeout_s`. The message says
-                whether rows are in the store.
-
-        Cost: one copy, which bypasses the cache if it is large. A call takes about 2 us for C-contiguous NumPy arrays
-        of the fields' dtypes without lengths, priorities and versions, and about 10 us otherwise. More than 1024 rows,
-        or half the store's, or more than may be in flight at the moment, are inserted in several parts. Each part is
-        atomic.
-        """
-        durable = check_durable(self.native, durable)
-        if self.plan is None:
-            if timeout_s is not None:
-                raise ArgumentError("timeout_s= is the wait for room; this store evicts rows instead")
-            keys = super().insert(
-                fields,
-                lengths=lengths,  # type: ignore[arg-type]  # a mapping is refused there
-                priorities=priorities,
-                versions=versions,
-                threads=threads,
-                casting=casting,
-            )
-            if durable:
-                self.native.settle_journal("inserted", True)
-            return keys
-        within_s = INSERT_TIMEOUT_S if timeout_s is None else timeout(timeout_s)
-        keys = self.insert_spans(
-            self.plan, fields, lengths, priorities, versions, default_threads(threads), casting, within_s
-        )
-        if len(keys):
-            self.native.settle_journal("inserted", durable)  # all parts together
-        return keys
-
-    def insert_together(
-        self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float
-    ) -> Keys | int:
-        """Internal: inserts rows, all or none; returns how many to insert first if fewer may be in flight now.
-
-        The batch whose end makes places may need these, so the others alone wait.
-
-        Args:
-            n: number of rows.
-            sources, table: their values and lengths, as `collect` returns them.
-            of_rows: their priorities and versions.
-            threads, timeout_s: as for `insert`.
-        """
-        self.limiter.admit_inserts(n, timeout_s)
-        try:
-            priorities, versions = of_rows
-            found = self.native.insert_with_spans(n, sources, table, priorities, versions, threads, timeout_s)
-            if found is None:
-                raise self.waited_for_room(n, timeout_s)
-        except BaseException:
-            self.limiter.give_back(inserts=n)
-            raise
-        if isinstance(found, int):
-            self.limiter.give_back(inserts=n)
-            return found
-        return Keys.of_rows(*found, self.id)
-
-    def waited_for_room(self, n: int, timeout_s: float) -> WaitTimeoutError:
-        """Internal: the error of an insert that timed out: which limit it waited for, and by what that is reached.
-
-        Args:
-            n, timeout_s: of the insert.
-        """
-        what, state = f"{n} rows could not be inserted within {timeout_s:g} s", self.limiter.state()
-        if state.most_in_flight is None or (state.in_flight or 0) + n <= state.most_in_flight:
-            return timed_out(self.native, what)
-        figures = self.native.task_figures()
-        due = [f"{name!r} {its['due'] + its['claimed']}" for name, its in list(self.task_stats().items())[:-1]]
-        return WaitTimeoutError(
-            f"{what}: {state.in_flight} rows are in flight, and the limiter lets {state.most_in_flight} be: "
-            f"{figures['under_way']} are under way (due and claimed: {', '.join(due) or 'none'}), {len(self)} wait to "
-            f"be drawn, the others are being inserted or in batches that are not finished. Start processes for what "
-            f"lags, or raise limiter.set(in_flight=)"
-        )
-
-    # --- claims ---------------------------------------------------------------------------------------------
-
-    def _claim_rows(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Found:
-        return self.native.claim_rows(*asked, timeout_s, later), None
-
-    async def _claim_rows_async(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Found:
-        found = self.native.claim_rows(*asked, 0.0, later)
-        if found is None and timeout_s > 0:
-            found = await claim_later(self.native, asked, timeout_s, later)
-        return found, None
-
-    # --- who watches ----------------------------------------------------------------------------------------
-
-    def oldest_claim(self, task: str) -> tuple[int, float] | None:
-        """Internal: the process that has claimed the oldest row of a task, and seconds since that row's insert."""
-        found = self.native.oldest_claim(self._tasks_plan().number(task))
-        return None if found is None else (found[1], max(0.0, time.time() - found[2] / 1e9))
-
-    def lag_before(self, number: int) -> str:
-        """Internal: which task keeps rows from becoming due for a task, and who holds its oldest claim, in words.
-
-        Args:
-            number: of the task. The last one has no claims, and is waited for by replays.
-        """
-        plan = self._tasks_plan()
-        names = list(plan.tasks)
-        figures = self.native.task_figures()
-        waits = {each: figures["tasks"][each - 1] for each in sorted({*plan.before(number), number} - {0, len(names)})}
-        if not waits:
-            return self._full() or "insert more rows, or call finish() if there are no more"
-        lagging = max(waits, key=lambda each: waits[each]["due"] + waits[each]["claimed"])
-        rows = waits[lagging]["due"] + waits[lagging]["claimed"]
-        if rows == 0:
-            if figures["under_way"]:
-                return f"none of the {figures['under_way']} rows under way needs it"
-            return f"no row is under way; {self._full() or 'insert some, or call finish() if there are no more'}"
-        its = waits[lagging]
-        text = f"{names[lagging - 1]!r} lags by {rows} rows, {its['due']} due and {its['claimed']} claimed"
-        oldest = self.native.oldest_claim(lagging)
-        if oldest is None:
-            return f"{text}: start a process that claims it"
-        row, pid, inserted_at_ns = oldest
-        age_s = max(0.0, time.time() - inserted_at_ns / 1e9)
-        return f"{text}; process {pid} has claimed the oldest one, row {row}, inserted {age_s:.1f} s ago"
-
-    def _full(self) -> str:
-        """That no row may be inserted now, as so many are in flight; empty if some may."""
-        state = self.limiter.state()
-        if state.most_in_flight is None or (state.in_flight or 0) < state.most_in_flight:
-            return ""
-        return (
-            f"{state.in_flight} rows are in flight, and the limiter lets {state.most_in_flight} be: the next may be "
-            "inserted when the training loop asks for its next batch. Raise limiter.set(in_flight=) if a batch has more"
-        )
+def tasks_plan(store: TaskedRows) -> RowPlan:
+    """The plan of a store with tasks. Raises `ArgumentError` if it has none."""
+    if store.plan is None or not store.plan.tasks:
+        raise ArgumentError(f"the store {store.name!r} has no tasks: create it with tasks=")
+    return store.plan
 
 
-__all__ = ["TaskedRows", "TaskedStore"]
+def no_room_in_time(
+    native: _native.Store, plan: RowPlan, limiter: RateLimiter, n: int, timeout_s: float
+) -> WaitTimeoutError:
+    """The error of an insert of `n` rows that timed out: which limit it waited for, and by what that is reached."""
+    what, state = f"{n} rows could not be inserted within {timeout_s:g} s", limiter.state()
+    if state.most_in_flight is None or (state.in_flight or 0) + n <= state.most_in_flight:
+        return timed_out(native, what)
+    figures = native.task_figures()
+    due = [f"{name!r} {its['due'] + its['claimed']}" for name, its in zip(plan.tasks, figures["tasks"], strict=True)]
+    return WaitTimeoutError(
+        f"{what}: {state.in_flight} rows are in flight, and the limiter lets {state.most_in_flight} be: "
+        f"{figures['under_way']} are under way (due and claimed: {', '.join(due[:-1]) or 'none'}), "
+        f"{native.committed_count()} wait to be drawn, the others are being inserted or in batches that are not "
+        f"finished. Start processes for what lags, or raise limiter.set(in_flight=)"
+    )
+
+
+def lag_in_words(native: _native.Store, plan: RowPlan, limiter: RateLimiter, number: int) -> str:
+    """Which task keeps rows from becoming due for the task of a number, and who holds its oldest claim, in words."""
+    names = list(plan.tasks)
+    figures = native.task_figures()
+    waits = {each: figures["tasks"][each - 1] for each in sorted({*plan.before(number), number} - {0, len(names)})}
+    if not waits:
+        return _full(limiter) or "insert more rows, or call finish() if there are no more"
+    lagging = max(waits, key=lambda each: waits[each]["due"] + waits[each]["claimed"])
+    rows = waits[lagging]["due"] + waits[lagging]["claimed"]
+    if rows == 0:
+        if figures["under_way"]:
+            return f"none of the {figures['under_way']} rows under way needs it"
+        return f"no row is under way; {_full(limiter) or 'insert some, or call finish() if there are no more'}"
+    its = waits[lagging]
+    text = f"{names[lagging - 1]!r} lags by {rows} rows, {its['due']} due and {its['claimed']} claimed"
+    oldest = native.oldest_claim(lagging)
+    if oldest is None:
+        return f"{text}: start a process that claims it"
+    row, pid, inserted_at_ns = oldest
+    age_s = max(0.0, time.time() - inserted_at_ns / 1e9)
+    return f"{text}; process {pid} has claimed the oldest one, row {row}, inserted {age_s:.1f} s ago"
+
+
+def _full(limiter: RateLimiter) -> str:
+    """That no row may be inserted now, as so many are in flight; empty if some may."""
+    state = limiter.state()
+    if state.most_in_flight is None or (state.in_flight or 0) < state.most_in_flight:
+        return ""
+    return (
+        f"{state.in_flight} rows are in flight, and the limiter lets {state.most_in_flight} be: the next may be "
+        "inserted when the training loop asks for its next batch. Raise limiter.set(in_flight=) if a batch has more"
+    )
+
+
+__all__ = ["TaskedRows", "lag_in_words", "no_room_in_time", "tasks_plan"]

@@ -20,8 +20,8 @@ from geartrain.errors import ArgumentError, SourceError, StoreClosedError
 from geartrain.integrations.datasets.episode import Array
 from geartrain.replay.fetch import fetch
 from geartrain.store.checkpoint_reader import Checkpoint
-from geartrain.store.handle import OPEN
 from geartrain.store.recorder import EPISODES, GOES_ON_HERE, GOES_ON_THERE, REPEATS, shares_rows
+from geartrain.store.row import OPEN
 from geartrain.store.store import Store
 
 #: Bytes of all fields in one group of rows, unless one row is larger.

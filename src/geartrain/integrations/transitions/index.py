@@ -15,7 +15,7 @@ from geartrain.core.keys import Keys
 from geartrain.errors import StaleKeyError
 from geartrain.integrations.transitions.layout import DONE, FLAGS, NUMBER, TIMEOUT, TRANSITION, count_of
 from geartrain.replay.fetch import fetch
-from geartrain.store.handle import ROW_STATES
+from geartrain.store.row import ROW_STATES
 from geartrain.store.store import Store
 
 #: Rows that are read at once.

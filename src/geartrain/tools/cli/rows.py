@@ -20,7 +20,7 @@ from geartrain.core.schema import Field
 from geartrain.core.shared_files import writing
 from geartrain.errors import ArgumentError
 from geartrain.replay.fetch import fetch
-from geartrain.store.handle import ROW_STATES
+from geartrain.store.row import ROW_STATES
 from geartrain.store.store import Store
 from geartrain.tools.cli.app import escape
 
