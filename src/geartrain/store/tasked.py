@@ -77,7 +77,7 @@ class TaskedRows:
             """Internal: writes single rows of a task."""
 
         def insert_together(
-            self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float
+            self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float, durable: bool
         ) -> Keys | int:
             """Internal: inserts rows, all or none; returns how many to insert first if fewer may be in flight now."""
 
@@ -100,12 +100,13 @@ class TaskedRows:
         threads: int,
         casting: Casting,
         timeout_s: float,
+        durable: bool,
     ) -> Keys:
         """Internal: inserts rows of a store with axes or tasks.
 
         Args:
             plan: of the store.
-            fields, lengths, priorities, versions, threads, casting, timeout_s: as for `insert`.
+            fields, lengths, priorities, versions, threads, casting, timeout_s, durable: as for `insert`.
         """
         if casting not in CASTINGS:
             raise ArgumentError(f"casting is one of {', '.join(map(repr, CASTINGS))}, found {shown(casting)}")
@@ -119,7 +120,7 @@ class TaskedRows:
         of_rows = as_column(priorities, n, np.float64, "priorities"), as_column(versions, n, np.int64, "versions")
         most = size = max(1, min(_PIECE, self.capacity // 2))
         if n <= most:
-            found = self.insert_together(n, sources, table, of_rows, threads, timeout_s)
+            found = self.insert_together(n, sources, table, of_rows, threads, timeout_s, durable)
             if isinstance(found, Keys):
                 return found
             size = found
@@ -135,7 +136,7 @@ class TaskedRows:
             count, sources, table = collect(plan, part, part, known=its, how=how, casting=casting)
             columns = [None if column is None else column[rows] for column in of_rows]
             try:
-                found = self.insert_together(count, sources, table, columns, threads, timeout_s)
+                found = self.insert_together(count, sources, table, columns, threads, timeout_s, durable)
             except (WaitTimeoutError, NoSpaceError) as error:
                 raise type(error)(f"{error}. The first {at} of {n} rows are in the store") from None
             if isinstance(found, Keys):
@@ -378,12 +379,10 @@ class TaskedRows:
                 f"{error}. {int(unknown.sum())} of {len(keys)} rows are gone or have no lengths yet, so that it is "
                 f"unknown which values are theirs: pass a list with one array for each row"
             ) from None
-        wrote = write_rows(
-            self.native, REWRITE, number, keys.row, keys.generation, None, sources, lengths, timeout(timeout_s)
-        )
-        if durable:
-            self.native.settle_journal("put", True)
-        return keys[wrote]
+        columns = keys.row, keys.generation, None
+        return keys[
+            write_rows(self.native, REWRITE, number, *columns, sources, lengths, timeout(timeout_s), durable=durable)
+        ]
 
     # --- the clock ------------------------------------------------------------------------------------------
 
@@ -580,15 +579,12 @@ class TaskedStore(WritableStore, TaskedRows):
                 self.native.settle_journal("inserted", True)
             return keys
         within_s = INSERT_TIMEOUT_S if timeout_s is None else timeout(timeout_s)
-        keys = self.insert_spans(
-            self.plan, fields, lengths, priorities, versions, default_threads(threads), casting, within_s
+        return self.insert_spans(
+            self.plan, fields, lengths, priorities, versions, default_threads(threads), casting, within_s, durable
         )
-        if len(keys):
-            self.native.settle_journal("inserted", durable)  # all parts together
-        return keys
 
     def insert_together(
-        self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float
+        self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float, durable: bool
     ) -> Keys | int:
         """Internal: inserts rows, all or none; returns how many to insert first if fewer may be in flight now.
 
@@ -598,7 +594,7 @@ class TaskedStore(WritableStore, TaskedRows):
             n: number of rows.
             sources, table: their values and lengths, as `collect` returns them.
             of_rows: their priorities and versions.
-            threads, timeout_s: as for `insert`.
+            threads, timeout_s, durable: as for `insert`.
         """
         self.limiter.admit_inserts(n, timeout_s)
         try:
@@ -612,6 +608,7 @@ class TaskedStore(WritableStore, TaskedRows):
         if isinstance(found, int):
             self.limiter.give_back(inserts=n)
             return found
+        self.native.settle_journal("inserted", durable)
         return Keys.of_rows(*found, self.id)
 
     def waited_for_room(self, n: int, timeout_s: float) -> WaitTimeoutError:
