@@ -306,7 +306,8 @@ nb::object owned_rows(const Store& store, uint32_t task, const In<uint32_t>& row
   return to_numpy(std::move(owned));
 }
 
-// Claims rows once more by the numbers of earlier claims. Returns a Tasks::Again of each, uint8.
+// Claims rows once more by the numbers of earlier claims, 0 where nobody has claimed a loaded row. Returns a
+// Tasks::Again of each, uint8.
 nb::object claim_again(Store& store, uint32_t task, const In<uint32_t>& rows, const In<uint32_t>& generations,
                        const In<uint16_t>& claims, int64_t version) {
   const std::vector<ClaimedRow> claimed = claimed_of(rows, generations, claims);
@@ -449,7 +450,7 @@ void run_writer(Store& store, RowWriter& writer, double timeout_s, const Prepare
 nb::object write_rows(Store& store, int write, uint32_t task, uint8_t axis, const In<uint32_t>& rows,
                       const In<uint32_t>& generations, const std::optional<In<uint16_t>>& claims,
                       const nb::list& sources, const LengthTable& lengths, uint32_t item, bool merges,
-                      const std::optional<In<int32_t>>& parts, unsigned threads, double timeout_s) {
+                      const std::optional<In<int32_t>>& parts, unsigned threads, double timeout_s, bool durable) {
   Tasks& tasks = tasks_of(store);
   const Write how = write_of(write);
   const size_t n = rows.size();
@@ -480,6 +481,7 @@ nb::object write_rows(Store& store, int write, uint32_t task, uint8_t axis, cons
     values.check(written);
     size_spans(store, task, axis, written, values.sources(), appended);
   });
+  if (durable) released(store, [&] { store.settle_journal("put", true); });
   std::vector<uint8_t> out(n);
   for (size_t i = 0; i < n; ++i) {
     out[i] = static_cast<uint8_t>(writer.wrote(i));
@@ -810,7 +812,8 @@ void bind_tasks(nb::class_<Store>& store) {
       .def("lengths_of_rows", &lengths_of_rows)
       .def("write_rows", &write_rows, nb::arg("write"), nb::arg("task"), nb::arg("axis"), nb::arg("rows"),
            nb::arg("generations"), nb::arg("claims").none(), nb::arg("sources"), nb::arg("lengths"), nb::arg("item"),
-           nb::arg("merges"), nb::arg("parts").none(), nb::arg("threads"), nb::arg("timeout_s"))
+           nb::arg("merges"), nb::arg("parts").none(), nb::arg("threads"), nb::arg("timeout_s"),
+           nb::arg("durable") = false)
       .def("appended_parts", &appended_parts)
       .def("task_figures", &task_figures)
       .def("oldest_claim", &oldest_claim)

@@ -619,14 +619,13 @@ std::vector<Tasks::Again> Tasks::claim_again(uint32_t task, std::span<const Clai
       const auto [row, generation, claim] = rows[i];
       if (!has_key(row, generation)) continue;
       TaskWord its = word(row, task);
-      if (its.state == TaskState::done && its.claim == claim) found[i] = Again::done;
-      if (!due_bit(task, row) || (its.claim != claim && its.claim != 0)) continue;
-      if (claim == 0 || claim >= kClaimNumbers) continue;
+      if (its.state == TaskState::done && its.claim == claim && claim != 0) found[i] = Again::done;
+      if (!due_bit(task, row) || its.claim != claim || claim >= kClaimNumbers) continue;
       clear_due(task, row);
       const uint32_t slot = store_.client_slot_.load(kRelaxed);
       its.state = TaskState::claimed;
       its.slot = static_cast<uint8_t>(slot);
-      its.claim = claim;
+      its.claim = claim == 0 ? next_claim(0) : claim;
       ++table_->claims[slot];  // first, as in claim()
       set_word(row, task, its);
       set_version(row, task, version);

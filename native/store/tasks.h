@@ -130,9 +130,9 @@ class Tasks {
   size_t drop(uint32_t task, std::span<const ClaimedRow> rows);
   // This client claims rows for peers: its death counts as a release of them.
   void claim_for_others();
-  // Claims rows once more by the number of an earlier claim, where they are due and nobody has claimed them since:
-  // their number is that one, or 0, as of a row that was loaded. done: that claim has put the row. `version`: as in
-  // say_version().
+  // Claims rows once more by the number of an earlier claim, where they are due and nobody has claimed them since.
+  // 0: rows that nobody has claimed since they were loaded; the claim's number is then next_claim(0). done: that claim
+  // has put the row. `version`: as in say_version().
   enum class Again : uint8_t { stale = 0, claimed = 1, done = 2 };
   std::vector<Again> claim_again(uint32_t task, std::span<const ClaimedRow> rows, int64_t version);
   // Whether each is still this process's by that claim. Without the lock.

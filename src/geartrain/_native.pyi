@@ -572,7 +572,8 @@ class Store:
         self, task: int, rows: _U32, generations: _U32, claims: NDArray[np.uint16], /
     ) -> NDArray[np.uint8]: ...
     def claim_for_others(self) -> None: ...
-    # Of each row 0: another may have claimed it since, 1: claimed, 2: that claim has put it.
+    # By numbers of earlier claims, 0 where nobody has claimed a loaded row; its claim is then 1. Of each row 0: another
+    # may have claimed it since, 1: claimed, 2: that claim has put it.
     def claim_again(
         self, task: int, rows: _U32, generations: _U32, claims: NDArray[np.uint16], version: int, /
     ) -> NDArray[np.uint8]: ...
@@ -593,6 +594,7 @@ class Store:
         parts: NDArray[np.int32] | None,
         threads: int,
         timeout_s: float,
+        durable: bool = False,
     ) -> NDArray[np.uint8]: ...
     # (axis, items, lengths, [(bytes, sizes of strings)])
     def appended_parts(

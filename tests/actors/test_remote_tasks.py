@@ -12,17 +12,19 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpo
 import numpy as np
 import pytest
 from deadlines import patience
+from journals import SlowDisk, lose_power, slow_disk
 
 import geartrain as gt
 from geartrain import rpc
 from geartrain.actors import RemoteStore, StoreServer
-from geartrain.actors.served_tasks import PeerCalls, ServedTasks
+from geartrain.actors.served_tasks import NO_CLAIM, PeerCalls, ServedTasks
 from geartrain.errors import (
     ArgumentError,
     FieldError,
@@ -34,11 +36,6 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.transport.tls import TLS
-
-
-def open_calls(world: World) -> int:
-    """Calls of the world's peers that have no reply yet."""
-    return sum(len(line.open) for line in list(world.learner.server.scheduler._lines.values()))
 
 
 class World:
@@ -60,6 +57,15 @@ class World:
         self.hosts.append(host)
         return RemoteStore(host, "learner", "replay", timeout_s=patience(timeout_s))
 
+    def restart(self, checkpoint: Path) -> None:
+        """The store is lost, and an earlier checkpoint is loaded and served."""
+        self.server.close()
+        for host in self.hosts:
+            self.learner.hang_up(host.name)
+        self.store.close()
+        self.store = gt.Store.load(checkpoint, reserve=False)
+        self.server = StoreServer(self.learner, self.store, "replay")
+
     def close(self) -> None:
         for host in self.hosts:
             host.close()
@@ -80,6 +86,10 @@ def comes(true: Callable[[], object]) -> None:
     while not true():
         assert time.monotonic() < until_s
         time.sleep(0.01)
+
+
+def open_calls(world: World) -> int:
+    return sum(world.learner.server.scheduler.open_calls(each) for each in world.learner.server.sessions)
 
 
 def figures(world: World, task: str = "answer") -> dict[str, int]:
@@ -361,6 +371,258 @@ def test_a_restarted_server_takes_puts_of_rows_that_nobody_has_claimed_since(nam
         assert found["ids"].tolist() == [1, 2, 2, 4]
 
 
+# --- journals and checkpoints -------------------------------------------------------------------------------------
+
+VALUES: dict[str, Any] = {"ids": [7], "log_prob": [1.0], "length": [1]}
+NEVER_S = 1e6
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    return slow_disk(monkeypatch)
+
+
+def journaled(path: Path, sync_s: float = NEVER_S, **options: Any) -> World:
+    return World(grpo.new_store(journal=path, journal_sync_s=sync_s), **options)
+
+
+def _insert(remote: RemoteStore, **options: Any) -> None:
+    remote.insert({"prompt": [[1]], "id": [7]}, **options)
+
+
+def _put_claim(remote: RemoteStore, **options: Any) -> None:
+    remote.claim("answer").put({name: [value] for name, value in VALUES.items()}, **options)
+
+
+def _put_appended(remote: RemoteStore, **options: Any) -> None:
+    (row,) = remote.claim("answer")
+    row.append(item=0, ids=[1], log_prob=[1.0])
+    row.put(**options)
+
+
+def _put_row(remote: RemoteStore, **options: Any) -> None:
+    (row,) = remote.claim("answer")
+    row.put(VALUES, **options)
+
+
+def _put_key(remote: RemoteStore, **options: Any) -> None:
+    key = gt.Keys(np.array([0], np.uint32), np.array([1], np.uint32))
+    assert len(remote.put(key, "reward", {"reward": [np.ones(1, np.float32)]}, **options)) == 0
+
+
+WRITES = [_insert, _put_claim, _put_appended, _put_row, _put_key]
+
+
+@pytest.mark.parametrize("sync_s", [0.0, NEVER_S], ids=["bound-0", "durable"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_durable_write_of_a_peer_is_on_the_disk_when_it_returns_and_holds_up_nobody(
+    tmp_path: Path, disk: SlowDisk, write: Callable[..., None], sync_s: float
+) -> None:
+    made = journaled(tmp_path, sync_s, options=rpc.NodeOptions(max_threads=1))
+    remote = made.remote()
+    grpo.insert(remote, range(2))
+    (row,) = remote.claim("answer")
+    row.put(VALUES)
+    remote.claim("reward").put(reward=np.zeros(1, np.float32))
+    made.store.sync_journal(patience(10))
+    disk.go.clear()
+    options = {"durable": True} if sync_s else {}
+    writes = threading.Thread(target=write, args=(remote,), kwargs=options)
+    writes.start()
+    time.sleep(0.1)
+    assert made.remote().clock == 0 and writes.is_alive()
+    disk.go.set()
+    writes.join(patience(10))
+    assert not writes.is_alive() and disk.unsynced_pages(512) == []
+    made.close()
+
+
+def test_rows_of_a_plain_store_of_a_peer_are_inserted_durably(tmp_path: Path, disk: SlowDisk) -> None:
+    store = gt.Store.create({"x": gt.Field((), "int64")}, max_length=1, capacity=8, journal=tmp_path, journal_sync_s=60)
+    made = World(store)
+    made.remote().insert({"x": np.zeros((2, 1), np.int64)}, durable=True)
+    assert disk.unsynced_pages(512) == [] and store.journal is not None and store.journal.rows == 2
+    made.close()
+
+
+@pytest.mark.parametrize("write", WRITES[:3])
+def test_without_a_journal_a_durable_write_of_a_peer_is_refused(world: World, write: Callable[..., None]) -> None:
+    remote = world.remote()
+    grpo.insert(remote, range(1))
+    with pytest.raises(ArgumentError, match="it has none: pass journal="):
+        write(remote, durable=True)
+    assert len(world.store.keys()) == 0 and world.store.stats()["inserted"] == 1 and figures(world)["done"] == 0
+
+
+def test_a_durable_put_that_is_sent_again_returns_once_it_is_on_the_disk(tmp_path: Path, disk: SlowDisk) -> None:
+    made = journaled(tmp_path)
+    remote = made.remote()
+    grpo.insert(remote, range(1), durable=True)
+    disk.go.clear()
+    puts = threading.Thread(target=_put_row, args=(remote,), kwargs={"durable": True})
+    puts.start()
+    comes(lambda: figures(made)["done"] == 1)
+    made.learner.hang_up("host-0")
+    puts.join(0.5)
+    assert puts.is_alive()
+    disk.go.set()
+    puts.join(patience(10))
+    assert not puts.is_alive() and disk.unsynced_pages(512) == []
+    made.close()
+
+
+def test_a_server_that_loaded_its_store_takes_puts_of_rows_that_nobody_has_claimed_since(
+    world: World, tmp_path: Path
+) -> None:
+    remote, other = world.remote(), world.remote()
+    keys = grpo.insert(remote, range(6))
+    world.store.save(tmp_path / "checkpoint")
+    keys = keys + grpo.insert(remote, [6])  # is not in it
+    claim = remote.claim("answer", 7, version=3, fields=["id"])
+    released, held, good, appended, put, other_good, lost = claim
+    appended.append(item=0, ids=[1], log_prob=[1.0])
+    put.put(VALUES)
+    world.restart(tmp_path / "checkpoint")
+    theirs, _ = other.claim("answer", 2), grpo.insert(other, [99])
+    assert theirs["id"].tolist() == [0, 1]
+    assert next(iter(theirs)).release()
+    prompts = [number if number in (2, 5) else 0 for number in range(7) for _ in grpo.prompt_of(number)]
+    assert claim["prompt"].tolist() == prompts
+    for row in (released, held, appended, put, lost):
+        with pytest.raises(StaleClaimError):
+            row.put(VALUES)
+    good.put(VALUES)
+    other_good.append(item=0, ids=[5], log_prob=[5.0])
+    other_good.put()
+    assert figures(world)["done"] == 2 and figures(world)["claimed"] == 1
+    assert remote.id == world.store.id != keys.store
+    for refused in (remote.fetch, remote.delete, lambda its: remote.put(its, "reward", {"reward": [[1.0]] * 7})):
+        with pytest.raises(ArgumentError, match="store"):
+            refused(keys)
+    with remote.claim("answer", 8) as again:
+        assert again["id"].tolist() == [0, 3, 4, 99] and again.keys.store == world.store.id
+        assert world.store.status(again.keys)["version"].tolist() == [0] * 4
+        assert again.keys[3:].row == lost.key.row and again.keys[3:].generation == lost.key.generation
+        assert len(again.put({name: [value] * 4 for name, value in VALUES.items()})) == 0
+
+
+@pytest.mark.parametrize("done_by", ["it", "another"])
+def test_a_put_whose_reply_is_lost_with_the_store_is_accepted_if_the_row_has_its_values(
+    world: World, tmp_path: Path, done_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = world.remote()
+    grpo.insert(remote, range(3))
+    claim = remote.claim("answer", 3)
+    write, saved = PeerCalls.write, threading.Event()
+
+    def cutting(self: PeerCalls, *args: Any) -> Any:
+        if saved.is_set():
+            return write(self, *args)
+        if done_by == "it":
+            write(self, *args)
+        else:
+            self.end()
+            world.store.claim("answer", 3).put(
+                ids=[[7], [8], [9, 9]], log_prob=[[1], [2], [3, 3]], length=[[1], [1], [2]]
+            )
+        world.server.close()
+        world.store.save(tmp_path / "checkpoint")
+        saved.set()
+        world.learner.hang_up("host-0")
+        return None
+
+    monkeypatch.setattr(PeerCalls, "write", cutting)
+    skipped: list[gt.Keys] = []
+    puts = threading.Thread(
+        target=lambda: skipped.append(
+            claim.put(ids=[[7], [8], [9, 8]], log_prob=[[1.0], [2.0], [3.0, 3.0]], length=[[1], [1], [2]])
+        )
+    )
+    puts.start()
+    assert saved.wait(patience(10))
+    world.restart(tmp_path / "checkpoint")
+    puts.join(patience(20))
+    (its,) = skipped
+    assert its.row.tolist() == ([] if done_by == "it" else [2])
+    assert figures(world)["done"] == 3
+
+
+JOURNALED = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+import grpo
+import geartrain as gt
+from geartrain import rpc
+from geartrain.actors import StoreServer
+
+given = {"capacity": 64, "span_bytes": 1 << 20, "reserve": False, "journal": sys.argv[3], "journal_sync_s": 1e6}
+store = gt.Store.create(sys.argv[1], grpo.FIELDS, tasks=grpo.TASKS, **given)
+node = rpc.Node("learner", transport="tcp")
+with StoreServer(node, store, "replay"):
+    print(node.address, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_no_durable_put_is_lost_or_done_twice_when_servers_are_killed_and_load_their_journal(
+    name: str, tmp_path: Path
+) -> None:
+    support, n, servers = str(grpo.__file__).rpartition("/")[0], 24, 0
+
+    def serve() -> tuple[subprocess.Popen[str], str]:
+        nonlocal servers
+        servers += 1
+        if servers > 1:
+            lose_power(f"{name}-{servers - 1}")
+        given = [f"{name}-{servers}", support, str(tmp_path / "journal")]
+        its = subprocess.Popen([sys.executable, "-c", JOURNALED, *given], stdout=subprocess.PIPE, text=True)
+        assert its.stdout is not None
+        return its, its.stdout.readline().strip()
+
+    server, address = serve()
+    host = rpc.Node("host", peers={"learner": address}, transport="tcp")
+    acknowledged: list[int] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for claim in remote.claims("answer", 2, output="numpy"):
+                for row, number in zip(claim, claim["id"].tolist(), strict=True):
+                    with contextlib.suppress(StaleClaimError):
+                        row.put(ids=[number], log_prob=[1.0], length=[1], durable=True)
+                        acknowledged.append(number)
+        except BaseException as error:
+            errors.append(error)
+
+    try:
+        remote = RemoteStore(host, "learner", "replay", timeout_s=patience(30))
+        grpo.insert(remote, range(n), durable=True)
+        remote.finish()
+        worker = threading.Thread(target=work)
+        worker.start()
+        for killed_at in (5, 13):
+            comes(lambda at=killed_at: len(acknowledged) >= at or errors)  # type: ignore[misc]
+            server.kill()
+            server.wait()
+            server, host.directory.known["learner"] = serve()
+            remote.finish()
+        worker.join(patience(30))
+        assert not worker.is_alive() and errors == []
+        assert sorted(acknowledged) == list(range(n))
+        its = remote.task_stats()["answer"]
+        assert (its["remaining"], its["due"], its["claimed"]) == (0, 0, 0)
+        with remote.claim("reward", n, fields=["id", "ids"], output="numpy") as claim:
+            assert claim["ids"].tolist() == claim["id"].tolist() and len(claim) == n
+    finally:
+        server.kill()
+        server.wait()
+        host.close()
+        lose_power(f"{name}-{servers}")
+
+
+# --- lost peers ---------------------------------------------------------------------------------------------------
+
+
 def test_a_peer_that_does_not_come_back_is_lost_after_the_time_of_the_store(world: World) -> None:
     remote = world.remote(timeout_s=1)
     grpo.insert(remote, range(1))
@@ -524,11 +786,13 @@ def test_a_peer_cannot_touch_rows_that_another_has_claimed(world: World) -> None
         sources = [(2, np.ones(1, np.int32), None), (3, np.ones(1, np.float32), None), (4, np.ones(1, np.int32), None)]
         lengths = np.array([[1, 1, 1]], np.uint32)
         lengths[:, [axis.owner == 0 for axis in world.store.plan.axes]] = 0
-        written = (0, 1, 0, *columns, none, sources, lengths, 0, False, None, 0, 0.0)
+        written = (0, 1, 0, *columns, none, sources, lengths, 0, False, None, 0, 0.0, False)
         for again in (False, True):
             assert call("write", (1, 1), again, *written).tolist() == [1]
         assert call("drop", 1, *columns, none) == 1 and call("release", 1, *columns) == 1
         call("say_version", 1, *columns, 5)
+        times = world.store.native.infos(columns[0])["inserted_at_ns"]
+        assert call("claim_loaded", 1, *columns[:2], np.zeros(1, np.uint16), none, times).tolist() == [NO_CLAIM]
         with pytest.raises(StaleClaimError):
             call("appended", 1, *(int(each[0]) for each in columns), 0, [2])
         call("give_back", 1)
@@ -560,9 +824,13 @@ def test_any_arguments_of_a_peer_are_an_error_and_no_damage(world: World) -> Non
         "write": (
             *((1, 1), False, 0, 1, 0, *columns, np.zeros(2, np.int64)),
             [(2, np.ones(2, np.int32), None), (3, np.ones(2, np.float32), None), (4, np.ones(2, np.int32), None)],
-            *(lengths, 0, False, None, 0, 0.0),
+            *(lengths, 0, False, None, 0, 0.0, False),
         ),
-        "insert": (1, [(0, np.zeros(1, np.int32), None), (1, np.zeros(1, np.int64), None)], lengths[:1], None, None, 0),
+        "insert": (
+            *(1, [(0, np.zeros(1, np.int32), None), (1, np.zeros(1, np.int64), None)], lengths[:1], None, None, 0),
+            False,
+        ),
+        "claim_loaded": (1, *columns, np.zeros(2, np.int64), np.zeros(2, np.uint64)),
         "read": (["id"], [], *columns[:2]),
         "appended": (1, *(int(each[0]) for each in columns), 0, [2]),
         "stale": columns[:2],

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from journals import SlowDisk
-
-import geartrain.store.journal as journal_module
+from journals import SlowDisk, slow_disk
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
-    slow = SlowDisk()
-    options = journal_module.JournalOptions.__init__
-
-    def with_disk(self: Any, *given: Any) -> None:
-        options(self, *given, slow)
-
-    monkeypatch.setattr(journal_module.JournalOptions, "__init__", with_disk)
-    return slow
+    return slow_disk(monkeypatch)

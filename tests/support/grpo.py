@@ -47,8 +47,8 @@ def prompt_of(number: int) -> NDArray[np.int32]:
     return np.full(1 + number % 5, number, np.int32)
 
 
-def insert(store: gt.Store, numbers: range | list[int]) -> gt.Keys:
-    return store.insert({"prompt": [prompt_of(each) for each in numbers], "id": list(numbers)})
+def insert(store: gt.Store, numbers: range | list[int], **options: Any) -> gt.Keys:
+    return store.insert({"prompt": [prompt_of(each) for each in numbers], "id": list(numbers)}, **options)
 
 
 def answer_of(number: int, item: int) -> NDArray[np.int32]:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tagged
 from deadlines import patience
 from journal_disk import RecordingDisk
 
 import geartrain as gt
+import geartrain.store.journal as journal_module
 
 CAPACITY = 16
 
@@ -60,6 +62,18 @@ class SlowDisk(RecordingDisk):
         if self.error is not None:
             raise self.error
         super().sync(fd)
+
+
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    """The disk of all journals that stores begin during the test."""
+    slow = SlowDisk()
+    options = journal_module.JournalOptions.__init__
+
+    def with_disk(self: Any, *given: Any) -> None:
+        options(self, *given, slow)
+
+    monkeypatch.setattr(journal_module.JournalOptions, "__init__", with_disk)
+    return slow
 
 
 class KillingDisk(RecordingDisk):

@@ -22,6 +22,7 @@ from geartrain.actors.remote_tasks import RemoteReader, RemoteRows
 from geartrain.actors.store_server import pack, unpack
 from geartrain.core.arguments import (
     check_choice,
+    check_flag,
     check_text,
     check_texts,
     check_unmasked,
@@ -49,6 +50,7 @@ from geartrain.replay.packed_batch import fetch_packed
 from geartrain.rpc.future import Future
 from geartrain.rpc.node import Node
 from geartrain.rpc.remote_objects import DROP, METHOD, Remote
+from geartrain.store.claims import check_durable
 from geartrain.store.packed import check_output
 from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
 from geartrain.store.segment import plan_of_described
@@ -87,7 +89,8 @@ class RemoteStore(ServedRows, TaskedRows):
 
     Attributes:
         name: name of the store at the peer.
-        id: the store's id, which its keys carry.
+        id: the store's id, which its keys carry. It changes once the peer has loaded the store from a checkpoint or
+            journal; keys from before are then refused.
         fields, max_length, capacity, per_step: as for `Store`.
         stopping: a function. While it returns True, steps that would wait for earlier ones raise `CallCancelledError`.
 
@@ -110,7 +113,6 @@ class RemoteStore(ServedRows, TaskedRows):
     """
 
     name: str
-    id: int
     capacity: int
     stopping: Callable[[], bool] | None = None
 
@@ -120,18 +122,23 @@ class RemoteStore(ServedRows, TaskedRows):
         self.node, self.peer, self.name = node, check_text("peer", peer), check_text("the name of a store", name)
         self.timeout_s = timeout(timeout_s)
         about = self._call("describe")
-        self.id = about["id"]
+        self._id: int = about["id"]
         self.plan = None if about["plan"] is None else plan_of_described(about["plan"])
         if self.plan is None:
             described = about["fields"].items()
             self.fields = {each: Field(tuple(shape), kind, per_row=once) for each, (shape, kind, once) in described}
         else:
             self.fields = dict(self.plan.fields)
-            self._rows = RemoteRows(node, self.peer, self.name, self.timeout_s, self.id, self.plan)
+            self._rows = RemoteRows(node, self.peer, self.name, self.timeout_s, self._id, self.plan)
             self.native = cast("_native.Store", self._rows)
         self.max_length: int = about["max_length"]
         self.capacity = about["capacity"]
         self.per_step: bool = about["per_step"]
+
+    @property
+    def id(self) -> int:
+        """The store's id, which its keys carry."""
+        return self._id if self.plan is None else self._rows.store_id
 
     def _call(self, what: str, *args: Any) -> Any:
         return self.node.call(self.peer, f"geartrain.store.{what}", self.name, *args, timeout_s=self.timeout_s)
@@ -156,6 +163,7 @@ class RemoteStore(ServedRows, TaskedRows):
         versions: ArrayLike | None = None,
         casting: Literal["no", "safe", "same_kind"] = "no",
         timeout_s: float | None = None,
+        durable: bool = False,
     ) -> Keys:
         """Inserts `n` rows and returns their keys.
 
@@ -163,14 +171,15 @@ class RemoteStore(ServedRows, TaskedRows):
         `PeerUnreachableError` they were not.
 
         Args:
-            fields, lengths, priorities, versions, casting, timeout_s: as for `Store.insert`.
+            fields, lengths, priorities, versions, casting, timeout_s, durable: as for `Store.insert`.
 
         Raises:
             ArgumentError: an argument does not fit the store. The other errors are those of `Store.insert`.
         """
         if self.plan is not None:
             within_s = INSERT_TIMEOUT_S if timeout_s is None else timeout(timeout_s)
-            return self.insert_spans(self.plan, fields, lengths, priorities, versions, 0, casting, within_s)
+            durable = check_durable(self.native, durable)
+            return self.insert_spans(self.plan, fields, lengths, priorities, versions, 0, casting, within_s, durable)
         if timeout_s is not None:
             raise ArgumentError("timeout_s= is the wait for room; this store evicts rows instead")
         if not isinstance(fields, Mapping):
@@ -179,6 +188,8 @@ class RemoteStore(ServedRows, TaskedRows):
         given = {what: np.asarray(value) for what, value in given.items() if value is not None}
         if check_choice("casting", casting, ("no", "safe", "same_kind")) != "no":
             given["casting"] = casting
+        if check_flag("durable", durable):
+            given["durable"] = True
         for each, value in fields.items():
             check_unmasked(f"field {each!r}", value)
         arrays = {each: value if hasattr(value, "dtype") else np.asarray(value) for each, value in fields.items()}
@@ -287,15 +298,15 @@ class RemoteStore(ServedRows, TaskedRows):
         """
 
     def insert_together(
-        self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float
+        self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float, durable: bool
     ) -> Keys | int:
         """Internal: as of `Store`.
 
         Args:
-            n, sources, table, of_rows, threads, timeout_s: as there.
+            n, sources, table, of_rows, threads, timeout_s, durable: as there.
         """
         priorities, versions = of_rows
-        found = self._rows.insert(n, sources, table, priorities, versions, timeout_s)
+        found = self._rows.insert(n, sources, table, priorities, versions, timeout_s, durable)
         return found if isinstance(found, int) else Keys.of_rows(*found, self.id)
 
     def _claim_rows(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Found:

@@ -3,6 +3,9 @@
 A call that loses its connection is sent again once the peer serves the store again, within the store's `timeout_s`. The
 peer has released the claims of the lost connection. A row that nobody has claimed since is claimed again by the next
 write, so a put takes effect after a restart of the peer.
+
+The peer may come back with a store that it loaded from a checkpoint or journal. It has another id, so old keys are
+refused. Rows that this process has claimed are claimed there at once, if nobody has claimed them since.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +36,7 @@ from geartrain.errors import (
 from geartrain.rpc.node import Node
 from geartrain.rpc.remote_objects import METHOD, Remote
 from geartrain.store.claims import APPEND, PUT
+from geartrain.store.segment import plan_of_described
 from geartrain.store.waiting_claims import Asked
 
 #: Longest pause between two attempts to reach a peer again.
@@ -50,6 +54,8 @@ class _Held:
 
     version: int
     appends: int
+    inserted_at_ns: int  # its row: tells it from another that has its key in a store that was loaded
+    claim: int  # its number at the peer
 
 
 class RemoteValues:
@@ -101,7 +107,7 @@ class RemoteReader:
 
     def read(self, keys: Keys) -> RemoteValues:
         """The fields of rows."""
-        reply = self._rows.ask("read", self.names, self._axes, keys.row, keys.generation)
+        reply = self._rows.ask("read", lambda: (self.names, self._axes, *self._rows.columns_of(keys)))
         return RemoteValues(self.plan, self.names, reply)
 
 
@@ -110,20 +116,24 @@ class RemoteRows:
 
     Args:
         node, peer, name, timeout_s: of the `RemoteStore`.
-        store_id: id of the store; after a reconnection the peer must serve the same one.
-        plan: its fields, axes and tasks.
+        store_id: id of the store.
+        plan: its fields, axes and tasks; after a reconnection the peer must serve a store with the same.
+
+    Attributes:
+        store_id: id of the store that the peer serves, as of the last connection.
     """
 
     closed = False
 
     def __init__(self, node: Node, peer: str, name: str, timeout_s: float, store_id: int, plan: RowPlan) -> None:
         self._node, self._peer, self._name, self._timeout_s = node, peer, name, timeout_s
-        self._store_id, self._plan = store_id, plan
+        self.store_id, self._plan = store_id, plan
         self._client = int.from_bytes(os.urandom(7), "little")
         self._calls = itertools.count(1)
         self._lock = threading.RLock()
         self._opening = threading.RLock()
         self._remote: Remote | None = None
+        self._journaled = False
         self._held: dict[_Row, _Held] = {}
         self._opened(timeout_s)
 
@@ -133,13 +143,57 @@ class RemoteRows:
         """The peer's handle of this connection."""
         with self._opening:
             if self._remote is None:
-                number, store_id = self._node.call(self._peer, "geartrain.store.tasks", self._name, timeout_s=within_s)
-                if store_id != self._store_id:
-                    raise ArgumentError(
-                        f"{self._peer!r} serves another store as {self._name!r} than before: make another RemoteStore"
-                    )
-                self._remote = Remote(self._node, self._peer, number)
+                number, store_id, self._journaled = self._node.call(
+                    self._peer, "geartrain.store.tasks", self._name, timeout_s=within_s
+                )
+                remote = Remote(self._node, self._peer, number)
+                if store_id != self.store_id:
+                    self._move(remote, store_id, within_s)
+                self._remote = remote
             return self._remote
+
+    def _move(self, remote: Remote, store_id: int, within_s: float) -> None:
+        """The peer serves another store than before: claims its rows there, and forgets those that it has not."""
+        about = self._node.call(self._peer, "geartrain.store.describe", self._name, timeout_s=within_s)
+        if about["plan"] is None or plan_of_described(about["plan"]) != self._plan:
+            raise ArgumentError(
+                f"{self._peer!r} serves a store with other fields or tasks as {self._name!r} than before: make another "
+                f"RemoteStore"
+            )
+        with self._lock:
+            held = dict(self._held)
+        for task in {each[0] for each in held}:
+            its = [each for each in held if each[0] == task]
+            known = [held[each] for each in its]
+            claims = remote.call(
+                "claim_loaded",
+                task,
+                np.array([row for _, row, _, _ in its], np.uint32),
+                np.array([generation for _, _, generation, _ in its], np.uint32),
+                # What was appended is not in the store that was loaded.
+                np.array([NO_CLAIM if each.appends else 0 for each in known], np.uint16),
+                np.array([each.version for each in known], np.int64),
+                np.array([each.inserted_at_ns for each in known], np.uint64),
+                timeout_s=within_s,
+            )
+            for each, claim in zip(known, claims.tolist(), strict=True):
+                each.claim = claim
+            self._forget([row for row, each in zip(its, known, strict=True) if each.claim == NO_CLAIM])
+        self.store_id = store_id
+
+    def columns_of(self, keys: Keys) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """Rows and generations; those of an earlier store name no row, but for rows that were claimed again."""
+        if keys.store is None or (isinstance(keys.store, int) and keys.store == self.store_id):
+            return keys.row, keys.generation
+        with self._lock:
+            held = {each[1:3] for each in self._held}
+        here = np.broadcast_to(np.asarray(keys.store) == np.uint64(self.store_id), len(keys)).copy()
+        here |= [each in held for each in zip(keys.row.tolist(), keys.generation.tolist(), strict=True)]
+        return keys.row, np.where(here, keys.generation, 0).astype(np.uint32)
+
+    def journal_state(self) -> dict[str, Any] | None:
+        """None: the peer's store has no journal, as of the last connection."""
+        return {} if self._journaled else None
 
     def _after(self, error: BaseException, remote: Remote | None, lost_s: float | None, sends_again: bool) -> float:
         """When the peer was lost. Raises the error of a call that is not sent again.
@@ -162,12 +216,20 @@ class RemoteRows:
                 self._remote = None
         return lost_s
 
-    def ask(self, what: str, *args: Any, wait_s: float = 0.0, sends_again: bool = True, numbered: bool = False) -> Any:
+    def ask(
+        self,
+        what: str,
+        given: Callable[[], tuple[Any, ...]],
+        *,
+        wait_s: float = 0.0,
+        sends_again: bool = True,
+        numbered: bool = False,
+    ) -> Any:
         """The peer's answer.
 
         Args:
             what: a call of `PeerCalls`.
-            args: its arguments.
+            given: its arguments, each time that it is sent.
             wait_s: how long the peer may wait, in seconds.
             sends_again: the call is sent again if its reply was lost.
             numbered: the first argument is the number of the call; whether it may have run before comes behind it.
@@ -178,13 +240,17 @@ class RemoteRows:
             remote = None
             try:
                 remote = self._opened(self._timeout_s)
-                given = (args[0], again, *args[1:]) if numbered else args
-                return remote.call(what, *given, timeout_s=min(wait_s + self._timeout_s, 1e9))
+                args = given()
+                args = (args[0], again, *args[1:]) if numbered else args
+                return remote.call(what, *args, timeout_s=min(wait_s + self._timeout_s, 1e9))
             except (PeerLostError, LookupError) as error:
                 lost_s = self._after(error, remote, lost_s, sends_again)
                 again = again or (remote is not None and not isinstance(error, _NOT_RUN))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+
+    def _ask(self, what: str, *args: Any, wait_s: float = 0.0, sends_again: bool = True) -> Any:
+        return self.ask(what, lambda: args, wait_s=wait_s, sends_again=sends_again)
 
     async def _ask_async(self, what: str, *args: Any, wait_s: float) -> Any:
         lost_s: float | None = None
@@ -209,7 +275,7 @@ class RemoteRows:
             wait_s = max(0.0, min(until_s - time.monotonic(), _ASK_S))
             request = next(self._calls)
             try:
-                reply = self.ask("claim", request, *asked, later, list(fields), wait_s, wait_s=wait_s)
+                reply = self._ask("claim", request, *asked, later, list(fields), wait_s, wait_s=wait_s)
             except BaseException:
                 self._give_back(request)
                 raise
@@ -240,11 +306,12 @@ class RemoteRows:
     def _claimed(self, task: int, fields: Sequence[str], reply: Any) -> Any:
         if not isinstance(reply, tuple):
             return reply, None
-        found, packed, appends, clock = reply
-        rows = zip(*(each.tolist() for each in found[:3]), strict=True)
+        found, packed, appends, clock, times = reply
+        rows = zip(*(each.tolist() for each in (*found[:3], times)), strict=True)
         with self._lock:
-            for i, (row, generation, claim) in enumerate(rows):
-                self._held[task, row, generation, claim] = _Held(clock, appends[i] if appends else 0)
+            for i, (row, generation, claim, inserted_at_ns) in enumerate(rows):
+                its = _Held(clock, appends[i] if appends else 0, inserted_at_ns, claim)
+                self._held[task, row, generation, claim] = its
         values = RemoteValues(self._plan, fields, packed)
         return found, None if values.torn().any() else (fields, values)
 
@@ -255,7 +322,7 @@ class RemoteRows:
         its = [(task, *each) for each in zip(rows.tolist(), generations.tolist(), claims.tolist(), strict=True)]
         with self._lock:
             held = [self._held.get(each) for each in its]
-        own = np.array([NO_CLAIM if known is None else row[3] for row, known in zip(its, held, strict=True)], np.uint16)
+        own = np.array([NO_CLAIM if known is None else known.claim for known in held], np.uint16)
         return its, own, np.array([0 if known is None else known.version for known in held], np.int64)
 
     def _forget(self, rows: Sequence[_Row]) -> None:
@@ -265,10 +332,12 @@ class RemoteRows:
 
     def say_version(self, task: int, rows: Any, generations: Any, claims: Any, version: int) -> None:
         """As of the native store."""
-        its, own, _ = self._known(task, rows, generations, claims)
-        self.ask("say_version", task, rows, generations, own, version)
+        self.ask(
+            "say_version",
+            lambda: (task, rows, generations, self._known(task, rows, generations, claims)[1], version),
+        )
         with self._lock:
-            for each in its:
+            for each in self._known(task, rows, generations, claims)[0]:
                 if each in self._held:
                     self._held[each].version = version
 
@@ -283,7 +352,7 @@ class RemoteRows:
             remote = self._remote
             if remote is None:
                 return len(its) - len(held)
-            columns = rows[held], generations[held], claims[held]
+            columns = rows[held], generations[held], own[held]
             lost: int = remote.call("release", task, *columns, timeout_s=self._timeout_s)
         except PeerLostError:
             return len(its) - len(held)
@@ -291,9 +360,10 @@ class RemoteRows:
 
     def drop_rows(self, task: int, rows: Any, generations: Any, claims: Any) -> int:
         """As of the native store."""
-        its, own, versions = self._known(task, rows, generations, claims)
-        lost: int = self.ask("drop", task, rows, generations, own, versions)
-        self._forget(its)
+        lost: int = self.ask(
+            "drop", lambda: (task, rows, generations, *self._known(task, rows, generations, claims)[1:])
+        )
+        self._forget(self._known(task, rows, generations, claims)[0])
         return lost
 
     # --- writing --------------------------------------------------------------------------------------------
@@ -313,23 +383,29 @@ class RemoteRows:
         parts: Any,
         threads: int,
         timeout_s: float,
+        durable: bool,
     ) -> NDArray[np.uint8]:
         """As of the native store. A write that was sent again takes effect once."""
-        its: list[_Row] = []
-        own, versions, known = None, None, 0
-        if claims is not None:
-            its, own, versions = self._known(task, rows, generations, claims)
-        if len(its) == 1:
-            with self._lock:
-                known = self._held.get(its[0], _Held(0, 0)).appends
-        reply = self.ask(
-            "write",
-            (self._client, next(self._calls)),
-            *(how, task, axis, rows, generations, own, versions, list(sources), lengths, item, merges, parts),
-            *(known, timeout_s),
-            wait_s=timeout_s,
-            numbered=True,
-        )
+        call, store_id = (self._client, next(self._calls)), self.store_id
+        its = [] if claims is None else self._known(task, rows, generations, claims)[0]
+
+        def given() -> tuple[Any, ...]:
+            own, versions, known = None, None, 0
+            if claims is not None:
+                _, own, versions = self._known(task, rows, generations, claims)
+            elif store_id != self.store_id:
+                raise ArgumentError(
+                    f"{self._peer!r} serves the store {self._name!r} under a new id, as it was loaded again: keys from "
+                    f"before name no rows there"
+                )
+            if len(its) == 1:
+                with self._lock:
+                    held = self._held.get(its[0])
+                known = 0 if held is None else held.appends
+            values = list(sources), lengths, item, merges, parts
+            return call, how, task, axis, rows, generations, own, versions, *values, known, timeout_s, durable
+
+        reply = self.ask("write", given, wait_s=timeout_s, numbered=True)
         wrote: NDArray[np.uint8] = np.array(reply)
         if how == PUT:
             self._forget([each for each, what in zip(its, wrote.tolist(), strict=True) if what == DONE])
@@ -340,11 +416,11 @@ class RemoteRows:
         return wrote
 
     def insert(
-        self, n: int, sources: Any, lengths: Any, priorities: Any, versions: Any, timeout_s: float
+        self, n: int, sources: Any, lengths: Any, priorities: Any, versions: Any, timeout_s: float, durable: bool
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint32]] | int:
         """Inserts rows, all or none: rows and generations, or how many to insert first."""
-        given = (n, list(sources), lengths, priorities, versions, timeout_s)
-        found: tuple[NDArray[np.uint32], NDArray[np.uint32]] | int = self.ask(
+        given = (n, list(sources), lengths, priorities, versions, timeout_s, durable)
+        found: tuple[NDArray[np.uint32], NDArray[np.uint32]] | int = self._ask(
             "insert", *given, wait_s=timeout_s, sends_again=False
         )
         return found
@@ -353,47 +429,51 @@ class RemoteRows:
 
     def appended_parts(self, task: int, row: int, generation: int, claim: int, fields: Sequence[int]) -> Any:
         """As of the native store."""
-        with self._lock:
-            held = self._held.get((task, row, generation, claim))
-        own, version = (NO_CLAIM, 0) if held is None else (claim, held.version)
-        return self.ask("appended", task, row, generation, own, version, list(fields))
+
+        def given() -> tuple[Any, ...]:
+            with self._lock:
+                held = self._held.get((task, row, generation, claim))
+            own, version = (NO_CLAIM, 0) if held is None else (held.claim, held.version)
+            return task, row, generation, own, version, list(fields)
+
+        return self.ask("appended", given)
 
     def stale_rows(self, rows: Any, generations: Any) -> Any:
         """As of the native store."""
-        return self.ask("stale", rows, generations)
+        return self._ask("stale", rows, generations)
 
     def lengths_of_rows(self, rows: Any, generations: Any) -> Any:
         """As of the native store. Copies, as callers change them."""
-        lengths, found = self.ask("lengths", rows, generations)
+        lengths, found = self._ask("lengths", rows, generations)
         return np.array(lengths), found
 
     def lag(self, task: int) -> str:
         """As `Store.lag_before`."""
-        return str(self.ask("lag", task))
+        return str(self._ask("lag", task))
 
     def task_figures(self) -> dict[str, Any]:
         """As of the native store."""
-        return dict(self.ask("ask", "task_figures"))
+        return dict(self._ask("ask", "task_figures"))
 
     def occupancy(self) -> str:
         """As of the native store."""
-        return str(self.ask("ask", "occupancy"))
+        return str(self._ask("ask", "occupancy"))
 
     def clock(self) -> int:
         """As of the native store."""
-        return int(self.ask("ask", "clock"))
+        return int(self._ask("ask", "clock"))
 
     def advance(self, version: int) -> int:
         """As of the native store."""
-        return int(self.ask("ask", "advance", version))
+        return int(self._ask("ask", "advance", version))
 
     def end_inserts(self) -> None:
         """As of the native store."""
-        self.ask("ask", "end_inserts")
+        self._ask("ask", "end_inserts")
 
     def check_in_flight(self, rows: int) -> None:
         """As of the native store."""
-        self.ask("ask", "check_in_flight", rows)
+        self._ask("ask", "check_in_flight", rows)
 
 
 __all__ = ["RemoteReader", "RemoteRows", "RemoteValues"]

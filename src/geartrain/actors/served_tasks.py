@@ -24,7 +24,7 @@ from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, MessageError, StaleClaimError, StoreClosedError, WaitTimeoutError
 from geartrain.rpc.scheduler import about_to_wait
-from geartrain.store.claims import APPEND, PUT, REWRITE
+from geartrain.store.claims import APPEND, PUT, REWRITE, check_durable
 from geartrain.store.store import Store
 from geartrain.store.waiting_claims import claim_later
 
@@ -34,6 +34,8 @@ DONE, STALE, WAITS = 0, 1, 2
 _CLAIMED, _PUT = 1, 2
 #: A number that no claim has: of a row that the peer does not hold.
 NO_CLAIM = 0xFFFF
+#: Asks for a row that nobody has claimed since it was loaded, and the number of the claim that is then made.
+_LOADED, _FIRST = 0, 1
 #: An insert that waits for room looks so often whether its client is still there.
 _LOOK_EVERY_S = 0.5
 #: Puts whose replies may have been lost are remembered, this many of all clients.
@@ -134,6 +136,7 @@ class PeerCalls:
         self._native = shared.store.native
         self._lock = threading.Lock()
         self._held: dict[tuple[int, int], tuple[int, int, int]] = {}  # (task, row): generation, claim, request
+        self._loaded: dict[tuple[int, int], int] = {}  # the peer claimed it before it was loaded: generation
         self._asking: set[int] = set()  # requests that wait
         self._unwanted: set[int] = set()  # those of them whose client does not wait any more
         self._ended = False
@@ -158,7 +161,7 @@ class PeerCalls:
     def claim(
         self, request: int, task: int, most: int, max_items: int, axis: int, later: bool, fields: Any, wait_s: float
     ) -> Any:
-        """Claims rows, at once or later: (found, values of fields, appended parts of each row, clock)."""
+        """Claims rows, at once or later: (found, values of fields, appends of each row, clock, times of inserts)."""
         self._check()
         asked = (task, most, max_items, axis)
         if not all(type(each) is int for each in (request, *asked)):
@@ -200,7 +203,9 @@ class PeerCalls:
         if unwanted:
             self._native.release_rows(task, rows, generations, claims)
             return None
-        return found, self._packed(names, (), rows, generations), self._parts(task, found), self._native.clock()
+        times = self._native.infos(rows)["inserted_at_ns"]
+        packed = self._packed(names, (), rows, generations)
+        return found, packed, self._parts(task, found), self._native.clock(), times
 
     def _parts(self, task: int, found: tuple[NDArray[Any], ...]) -> list[int] | None:
         """How many appends each row has already, from earlier claims."""
@@ -248,12 +253,41 @@ class PeerCalls:
             if said[i] != _CLAIMED:
                 continue
             with self._lock:
+                own[i] = _FIRST if claims[i] == _LOADED else claims[i]
                 if not self._ended:
-                    self._held[task, int(rows[i])] = (int(generations[i]), int(claims[i]), 0)
-                    own[i] = claims[i]
+                    self._held[task, int(rows[i])] = (int(generations[i]), int(own[i]), 0)
                     continue
-            self._native.release_rows(task, rows[one], generations[one], claims[one])
+            self._native.release_rows(task, rows[one], generations[one], own[one])
+            own[i] = NO_CLAIM
         return own, said
+
+    def claim_loaded(
+        self, task: int, rows: Any, generations: Any, claims: Any, versions: Any, times: Any
+    ) -> NDArray[np.uint16]:
+        """Claims rows that the peer had claimed before this store was loaded from a checkpoint or journal.
+
+        A row is the same one if it was inserted at the same time. It is claimed if nobody has claimed it since.
+
+        Args:
+            task, rows, generations, versions: as for `write`.
+            claims: 0 where the row is to be claimed; another number says that the peer had claimed it.
+            times: when the rows were inserted, in nanoseconds.
+
+        Returns:
+            The numbers of the claims, `NO_CLAIM` where there is none.
+        """
+        self._check()
+        rows, generations, claims, versions = _claimed_rows(task, rows, generations, claims, versions)
+        if not isinstance(times, np.ndarray) or times.dtype != np.uint64 or times.shape != rows.shape:
+            raise MessageError("the times of inserts are sent as a column of uint64")
+        there = self._store.status(Keys.of_rows(rows, generations, self._store.id))
+        same = (there["generation"] == generations) & (there["inserted_at_ns"] == times)
+        asked = np.where(same & (claims == _LOADED), _LOADED, NO_CLAIM).astype(np.uint16)
+        own, _ = self._mine(task, rows, generations, asked, versions)
+        with self._lock:
+            for i in np.flatnonzero(same & (own == NO_CLAIM)).tolist():
+                self._loaded[task, int(rows[i])] = int(generations[i])
+        return own
 
     def _forget(self, task: int, rows: Any, generations: Any, own: Any) -> None:
         its = zip(rows.tolist(), generations.tolist(), own.tolist(), strict=True)
@@ -275,6 +309,7 @@ class PeerCalls:
         """As the native `drop_rows`, of the peer's rows."""
         self._check()
         rows, generations, claims, versions = _claimed_rows(task, rows, generations, claims, versions)
+        self._may_wait_for_disk(False)
         own, _ = self._mine(task, rows, generations, claims, versions)
         lost = self._native.drop_rows(task, rows, generations, own)
         self._forget(task, rows, generations, own)
@@ -308,6 +343,7 @@ class PeerCalls:
         parts: Any,
         known: int,
         timeout_s: float,
+        durable: bool,
     ) -> NDArray[np.uint8]:
         """As the native `write_rows`, of the peer's rows.
 
@@ -316,7 +352,8 @@ class PeerCalls:
             again: it was sent before, and its reply was lost.
             versions: of the claims, for rows that have to be claimed again.
             known: appends of a row that the client knows of.
-            how, task, axis, rows, generations, claims, sources, lengths, item, merges, parts, timeout_s: as there.
+            how, task, axis, rows, generations, claims, sources, lengths, item, merges, parts, timeout_s, durable: as
+                there.
         """
         self._check()
         within_s = timeout(timeout_s)
@@ -333,9 +370,12 @@ class PeerCalls:
         divider = self._plan.appendable[task][1]
         marked = self._plan.fields[divider].axis if how == APPEND and divider else None
         self._check_values(self._written(how, task, merges), sources, lengths, len(rows), marked)
+        if how != APPEND:
+            self._may_wait_for_disk(durable)
         if how != REWRITE:
             before = self._shared.recall(call) if again else None
             if before is not None:
+                self._native.settle_journal("put", durable)
                 return before
             own, found = self._mine(task, rows, generations, claims, versions)
             if how == APPEND or merges:
@@ -352,15 +392,57 @@ class PeerCalls:
         except StaleClaimError:
             wrote = np.full(len(rows), STALE, np.uint8)
         if how == REWRITE:
+            self._native.settle_journal("put", durable)
             return wrote
-        if again:
-            wrote[(found == _PUT) & (how == PUT)] = DONE
+        if again and how == PUT:
+            wrote[found == _PUT] = DONE
+            for i in np.flatnonzero((wrote == STALE) & (own == NO_CLAIM)).tolist():
+                if self._was_put(task, rows[i : i + 1], generations[i : i + 1], sources, lengths, i):
+                    wrote[i] = DONE
         if how == PUT and own is not None:
             ended = np.flatnonzero(wrote != WAITS)
             self._forget(task, rows[ended], generations[ended], own[ended])
         if not (wrote == WAITS).any():
             self._shared.remember(call, wrote)
+        if how == PUT:
+            self._native.settle_journal("put", durable)
         return wrote
+
+    def _may_wait_for_disk(self, durable: bool) -> None:
+        """What follows waits for the store's journal, if it has one. Raises `ArgumentError` as `check_durable`."""
+        check_durable(self._native, durable)
+        if self._native.journal_state() is not None:
+            about_to_wait()
+
+    def _was_put(self, task: int, row: Any, generation: Any, sources: Any, lengths: Any, i: int) -> bool:
+        """Whether a put took effect before the store was loaded: its claim is lost, and the row has the values."""
+        with self._lock:
+            if self._loaded.get((task, int(row[0]))) != int(generation[0]):
+                return False
+        names = list(self._plan.fields_of(task))
+        found = self._store.packed_reader(names).read(Keys.of_rows(row, generation, self._store.id))
+        if not names or found.torn().any() or found.unready().any():
+            return False
+        fields = list(self._plan.fields)
+        for number, values, sizes in sources:
+            field, place = self._plan.fields[fields[number]], names.index(fields[number])
+            items = np.ones(i + 1, np.int64)
+            if field.axis is not None:
+                items = lengths[: i + 1, self._plan.axis(field.axis) - 1].astype(np.int64)
+            first, last = int(items[:i].sum()), int(items.sum())
+            if field.kind == "array":
+                run, first = (values[i], 0) if isinstance(values, list) else (values, first)
+                size = math.prod(field.shape) * field.itemsize
+                its = found.field(place).tobytes()
+                given = run.tobytes()[first * size : (first + int(items[i])) * size]
+            else:
+                ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).tolist()
+                strings = (each.encode() if isinstance(each, str) else each for each in found.strings(place))
+                its = b"".join(strings)
+                given = bytes(values[ends[first] : ends[last]])
+            if its != given:
+                return False
+        return True
 
     def _appends_lost(
         self, task: int, rows: Any, generations: Any, own: Any, found: Any, known: int, again: bool
@@ -430,10 +512,11 @@ class PeerCalls:
         return [name for name in own if name not in appended and name != divider] if merges else own
 
     def insert(
-        self, n: int, sources: Any, lengths: Any, priorities: Any, versions: Any, timeout_s: float
+        self, n: int, sources: Any, lengths: Any, priorities: Any, versions: Any, timeout_s: float, durable: bool
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint32]] | int:
         """Inserts rows, all or none: their keys, or how many to insert first."""
         self._check()
+        self._may_wait_for_disk(durable)
         within_s = timeout(timeout_s)
         whole_number("n", n, self._store.capacity)
         self._check_values(list(self._plan.fields_of(0)), sources, lengths, n, None)
@@ -442,7 +525,7 @@ class PeerCalls:
         while True:
             try:
                 found = self._store.insert_together(
-                    n, list(sources), lengths, (priorities, versions), default_threads(None), wait_s
+                    n, list(sources), lengths, (priorities, versions), default_threads(None), wait_s, durable
                 )
             except WaitTimeoutError:
                 left_s = until_s - time.monotonic()
@@ -519,8 +602,8 @@ class PeerCalls:
 
 #: What peers may call, and may ask for.
 CALLS = frozenset(
-    {"claim", "give_back", "release", "drop", "say_version", "write", "insert", "read", "appended", "stale", "lengths"}
-    | {"ask", "lag"}
+    {"claim", "claim_loaded", "give_back", "release", "drop", "say_version", "write", "insert", "read", "appended"}
+    | {"stale", "lengths", "ask", "lag"}
 )
 ASKED = frozenset({"task_figures", "oldest_claim", "clock", "advance", "end_inserts", "occupancy", "check_in_flight"})
 

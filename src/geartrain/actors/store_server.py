@@ -181,7 +181,7 @@ def _describe(caller: Caller, name: str) -> dict[str, Any]:
 
 
 @_called("tasks")
-def _tasks(caller: Caller, name: str) -> tuple[int, int]:
+def _tasks(caller: Caller, name: str) -> tuple[int, int, bool]:
     entry = _entry_of(caller, name)
     if entry.tasks is None:
         raise ArgumentError(f"the store {entry.store.name!r} has neither axes nor strings nor tasks")
@@ -190,7 +190,8 @@ def _tasks(caller: Caller, name: str) -> tuple[int, int]:
         if _entry_of(caller, name) is not entry:
             raise LookupError("another store is served under that name")
 
-    return caller.keep(PeerClaims(PeerCalls(entry.tasks, check))), entry.store.id
+    journaled = entry.store.native.journal_state() is not None
+    return caller.keep(PeerClaims(PeerCalls(entry.tasks, check))), entry.store.id, journaled
 
 
 @_called("figures")
@@ -203,11 +204,11 @@ def _figures(caller: Caller, name: str) -> tuple[int, dict[str, int]]:
 def _insert(caller: Caller, name: str, fields: Mapping[str, Any], given: Mapping[str, Any]) -> PackedKeys:
     store = _store_of(caller, name)
     store.check_plain("insert by a RemoteStore, which sends its rows packed")
-    if store.limiter.state().enabled:
-        about_to_wait()
-    allowed = {"lengths", "priorities", "versions", "casting"}
+    allowed = {"lengths", "priorities", "versions", "casting", "durable"}
     if not isinstance(fields, dict) or not isinstance(given, dict) or not set(given) <= allowed:
-        raise MessageError("an insert has arrays by field, and lengths, priorities, versions and casting")
+        raise MessageError("an insert has arrays by field, and lengths, priorities, versions, casting and durable")
+    if store.native.journal_state() is not None or store.limiter.state().enabled:
+        about_to_wait()
     return pack(store.insert(fields, **given))
 
 

@@ -113,10 +113,11 @@ def write_rows(
     item: int = 0,
     merges: bool = False,
     parts: NDArray[np.int32] | None = None,
+    durable: bool = False,
 ) -> NDArray[np.bool_]:
     """Writes rows and returns which were skipped; raises `WaitTimeoutError` if some found no room in time."""
     wrote = native.write_rows(
-        how, task, axis, rows, generations, claims, sources, lengths, item, merges, parts, 0, timeout_s
+        how, task, axis, rows, generations, claims, sources, lengths, item, merges, parts, 0, timeout_s, durable
     )
     if waiting := wrote.tolist().count(_WAITS):
         raise timed_out(native, f"{waiting} of {len(wrote)} rows found no room within {timeout_s:g} s")
@@ -502,7 +503,7 @@ class Claim(PackedFields):
                     f"put of {self.task!r} leaves out what was appended: put rows with other fields one by one, "
                     f"for row in claim: row.put(...)"
                 )
-            skipped = np.array([self._put_appended(i, given, timeout_s) for i in range(len(self))], bool)
+            skipped = np.array([self._put_appended(i, given, timeout_s, durable) for i in range(len(self))], bool)
         else:
             check_names(f"put of {self.task!r}", given, self._plan.fields_of(self._number))
             _, sources, lengths = collect(
@@ -513,10 +514,8 @@ class Claim(PackedFields):
                 known=self._known(given),
                 how="pass a list with one array for each row of the claim",
             )
-            skipped = self._write(PUT, slice(None), sources, lengths, timeout_s)
+            skipped = self._write(PUT, slice(None), sources, lengths, timeout_s, durable=durable)
         self._ended = True
-        if durable:
-            self._native.settle_journal("put", True)
         return self.keys[skipped]
 
     def drop(self) -> int:
@@ -625,17 +624,15 @@ class Claim(PackedFields):
         self._check_process()
         if durable is not False:
             durable = check_durable(self._native, durable)
-        if not self._wrote(i, given, timeout_s):
+        if durable or not self._wrote(i, given, timeout_s):
             if self._leaves_appended(given):
-                skipped = self._put_appended(i, given, timeout_s)
+                skipped = self._put_appended(i, given, timeout_s, durable)
             else:
                 check_names(f"put of {self.task!r}", given, self._plan.fields_of(self._number))
                 sources, lengths = self._one(i, given)
-                skipped = bool(self._write(PUT, slice(i, i + 1), sources, lengths, timeout_s)[0])
+                skipped = bool(self._write(PUT, slice(i, i + 1), sources, lengths, timeout_s, durable=durable)[0])
             if skipped:
                 raise self._stale(i)
-        if durable:
-            self._native.settle_journal("put", True)
 
     def _one(self, i: int, given: Mapping[str, Any]) -> tuple[list[Source], NDArray[np.uint32]]:
         """Sources and lengths of one row, whose values are not in lists of rows."""
@@ -648,7 +645,7 @@ class Claim(PackedFields):
         _, sources, lengths = collect(self._plan, rows, rows, n=1, known=known)
         return sources, lengths
 
-    def _put_appended(self, i: int, given: Mapping[str, Any], timeout_s: float) -> bool:
+    def _put_appended(self, i: int, given: Mapping[str, Any], timeout_s: float, durable: bool) -> bool:
         """Puts a row with what was appended to it, and returns whether it was skipped."""
         appended, divider = self._appendable()
         own = self._plan.fields_of(self._number)
@@ -662,7 +659,9 @@ class Claim(PackedFields):
             parts = np.ascontiguousarray(runs[0] if isinstance(runs, list) else runs, np.int32)
         sources, lengths = self._one(i, rest)
         try:
-            wrote = self._write(PUT, slice(i, i + 1), sources, lengths, timeout_s, merges=True, parts=parts)
+            wrote = self._write(
+                PUT, slice(i, i + 1), sources, lengths, timeout_s, merges=True, parts=parts, durable=durable
+            )
         except StaleClaimError:
             return True
         return bool(wrote[0])

@@ -836,12 +836,9 @@ class Store(TaskedRows):
                 self.native.settle_journal("inserted", True)
             return keys
         within_s = INSERT_TIMEOUT_S if timeout_s is None else timeout(timeout_s)
-        keys = self.insert_spans(
-            self.plan, fields, lengths, priorities, versions, default_threads(threads), casting, within_s
+        return self.insert_spans(
+            self.plan, fields, lengths, priorities, versions, default_threads(threads), casting, within_s, durable
         )
-        if len(keys):
-            self.native.settle_journal("inserted", durable)  # all parts together
-        return keys
 
     def recorder(
         self,
@@ -1259,7 +1256,7 @@ class Store(TaskedRows):
         return self.columns.number(name)
 
     def insert_together(
-        self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float
+        self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float, durable: bool
     ) -> Keys | int:
         """Internal: inserts rows, all or none; returns how many to insert first if fewer may be in flight now.
 
@@ -1269,7 +1266,7 @@ class Store(TaskedRows):
             n: number of rows.
             sources, table: their values and lengths, as `collect` returns them.
             of_rows: their priorities and versions.
-            threads, timeout_s: as for `insert`.
+            threads, timeout_s, durable: as for `insert`.
         """
         self.limiter.admit_inserts(n, timeout_s)
         try:
@@ -1283,6 +1280,7 @@ class Store(TaskedRows):
         if isinstance(found, int):
             self.limiter.give_back(inserts=n)
             return found
+        self.native.settle_journal("inserted", durable)
         return Keys.of_rows(*found, self.id)
 
     def _claim_rows(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Found:

@@ -76,7 +76,7 @@ class TaskedRows:
             """Internal: writes single rows of a task."""
 
         def insert_together(
-            self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float
+            self, n: int, sources: Any, table: Any, of_rows: Any, threads: int, timeout_s: float, durable: bool
         ) -> Keys | int:
             """Internal: inserts rows, all or none; returns how many to insert first if fewer may be in flight now."""
 
@@ -99,12 +99,13 @@ class TaskedRows:
         threads: int,
         casting: Casting,
         timeout_s: float,
+        durable: bool,
     ) -> Keys:
         """Internal: inserts rows of a store with axes or tasks.
 
         Args:
             plan: of the store.
-            fields, lengths, priorities, versions, threads, casting, timeout_s: as for `insert`.
+            fields, lengths, priorities, versions, threads, casting, timeout_s, durable: as for `insert`.
         """
         if casting not in CASTINGS:
             raise ArgumentError(f"casting is one of {', '.join(map(repr, CASTINGS))}, found {shown(casting)}")
@@ -118,7 +119,7 @@ class TaskedRows:
         of_rows = as_column(priorities, n, np.float64, "priorities"), as_column(versions, n, np.int64, "versions")
         most = size = max(1, min(_PIECE, self.capacity // 2))
         if n <= most:
-            found = self.insert_together(n, sources, table, of_rows, threads, timeout_s)
+            found = self.insert_together(n, sources, table, of_rows, threads, timeout_s, durable)
             if isinstance(found, Keys):
                 return found
             size = found
@@ -134,7 +135,7 @@ class TaskedRows:
             count, sources, table = collect(plan, part, part, known=its, how=how, casting=casting)
             columns = [None if column is None else column[rows] for column in of_rows]
             try:
-                found = self.insert_together(count, sources, table, columns, threads, timeout_s)
+                found = self.insert_together(count, sources, table, columns, threads, timeout_s, durable)
             except (WaitTimeoutError, NoSpaceError) as error:
                 raise type(error)(f"{error}. The first {at} of {n} rows are in the store") from None
             if isinstance(found, Keys):
@@ -377,12 +378,10 @@ class TaskedRows:
                 f"{error}. {int(unknown.sum())} of {len(keys)} rows are gone or have no lengths yet, so that it is "
                 f"unknown which values are theirs: pass a list with one array for each row"
             ) from None
-        wrote = write_rows(
-            self.native, REWRITE, number, keys.row, keys.generation, None, sources, lengths, timeout(timeout_s)
-        )
-        if durable:
-            self.native.settle_journal("put", True)
-        return keys[wrote]
+        columns = keys.row, keys.generation, None
+        return keys[
+            write_rows(self.native, REWRITE, number, *columns, sources, lengths, timeout(timeout_s), durable=durable)
+        ]
 
     # --- the clock ------------------------------------------------------------------------------------------
 
