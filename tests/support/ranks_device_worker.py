@@ -64,7 +64,7 @@ def batches(name: str) -> None:
             (GroupSampling("group", 4, seed=1), {"window": 5}, {}),
         ]
         for strategy, settings, options in cases:
-            replay = functools.partial(gt.Replay, store, strategy, B, num_batches=4, group=dist.group.WORLD, **settings)
+            replay = functools.partial(replay_of, store, strategy, B, num_batches=4, group=dist.group.WORLD, **settings)
             on_device = DeviceOptions(device, exchange=os.environ["EXCHANGE"], **options)  # type: ignore[arg-type]
             with replay() as slow, replay(device=on_device) as fast:
                 for host, landed in zip(slow, fast, strict=True):
