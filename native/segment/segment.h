@@ -398,7 +398,7 @@ struct SpaceWaiter {
   uint64_t units;               // of the span
   uint32_t thread;
   uint16_t slot;   // client
-  uint8_t claims;  // the row is claimed, and the claim can be given up
+  uint8_t claims;  // the row is claimed, and others get on if the claim is given up
   uint8_t reserved;
 };
 static_assert(sizeof(SpaceWaiter) == 24);
