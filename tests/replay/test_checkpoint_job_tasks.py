@@ -36,7 +36,9 @@ def answer(store: gt.Store, rows: int) -> None:
 
 
 def make_replay(store: gt.Store, **options: Any) -> gt.Replay:
-    return gt.Replay(store, gt.selection.Uniform(seed=0), batch_size=4, keep="saved", **options)
+    return gt.Replay(
+        store, gt.selection.Uniform(seed=0), batch_size=4, options=gt.ReplayOptions(keep="saved"), **options
+    )
 
 
 def test_a_job_goes_on_from_one_step_of_store_replay_limiter_and_clock(names: Any, tmp_path: Path) -> None:

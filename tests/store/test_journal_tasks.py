@@ -49,7 +49,7 @@ def test_a_store_with_tasks_comes_back_as_it_was_and_what_was_claimed_is_due_aga
         for task in ("reward", "ref", "advantage"):
             work(store, task, 8)
         store.claim("answer", 1).drop()
-        replay = gt.Replay(store, gt.selection.Fifo(), batch_size=2, keep="saved", prefetch=0)
+        replay = gt.Replay(store, gt.selection.Fifo(), batch_size=2, prefetch=0, options=gt.ReplayOptions(keep="saved"))
         batches = [replay.sample() for _ in range(2)]
         numbers = [grpo.check(batch) for batch in batches]
         replay.saved(batches[0].step)
@@ -76,7 +76,9 @@ def test_a_store_with_tasks_comes_back_as_it_was_and_what_was_claimed_is_due_aga
         with again.claim("answer", 2) as claim:  # what was only appended is not saved
             assert not any(row.partial for row in claim)
         assert again.native.saved_before() == 1
-        with gt.Replay(again, gt.selection.Fifo(), batch_size=2, keep="saved", prefetch=0) as resumed:
+        with gt.Replay(
+            again, gt.selection.Fifo(), batch_size=2, prefetch=0, options=gt.ReplayOptions(keep="saved")
+        ) as resumed:
             resumed.load_state_dict({**resumed.state_dict(), "step": 1})
             assert grpo.check(resumed.sample()) == numbers[1]
         fresh = grpo.insert(again, [90])

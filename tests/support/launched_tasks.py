@@ -84,7 +84,8 @@ def learn_kept(context, rows, folder):
     store = context.store(grpo.FIELDS, **STORE)
     store.limiter.set(in_flight=12)
     state, record = Path(folder) / "state.json", Path(folder) / "record"
-    with context.watch(gt.Replay(store, gt.selection.Fifo(), 3, output="numpy", keep="saved")) as replay:
+    kept = gt.ReplayOptions(keep="saved")
+    with context.watch(gt.Replay(store, gt.selection.Fifo(), 3, output="numpy", options=kept)) as replay:
         if state.exists():
             replay.load_state_dict(json.loads(state.read_text()))
         for batch in replay:

@@ -113,7 +113,8 @@ def learn_tasks(store: gt.Store, figures: dict[str, int]) -> None:
     """Draws the rows of the store with tasks, each of them once and whole, until the store is closed."""
     recent = collections.deque[int](maxlen=NUMBERS // 2)
     with store.expect_writers(), contextlib.suppress(GeartrainError):
-        with gt.Replay(store, gt.selection.Fifo(), 4, output="numpy", keep="saved", timeout_s=3600) as replay:
+        options = gt.ReplayOptions(keep="saved", timeout_s=3600)
+        with gt.Replay(store, gt.selection.Fifo(), 4, output="numpy", options=options) as replay:
             for batch in replay:
                 try:
                     numbers = grpo.check(batch)
