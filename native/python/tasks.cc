@@ -823,7 +823,14 @@ void bind_tasks(nb::class_<Store>& store) {
       .def("untake", [](Store& s, uint64_t step) { return released(s, [&] { return tasks_of(s).untake(step); }); })
       .def("free_taken",
            [](Store& s, uint64_t step) { return released(s, [&] { return tasks_of(s).free_taken(step); }); })
-      .def("taken_steps", [](const Store& s) { return released(s, [&] { return tasks_of(s).taken_steps(); }); })
+      .def("taken_steps",
+           [](const Store& s) {
+             nb::list steps;
+             for (const auto& [step, rows, units] : released(s, [&] { return tasks_of(s).taken_steps(); })) {
+               steps.append(nb::make_tuple(step, rows, units * kSpanUnit));
+             }
+             return steps;
+           })
       .def("saved_before", [](const Store& s) { return tasks_of(s).table().saved_before.load(); })
       .def("kept_alone_stop",
            [](Store& s, uint64_t rows) { return released(s, [&] { return tasks_of(s).kept_alone_stop(rows); }); })

@@ -258,7 +258,8 @@ struct alignas(64) Client {
   uint32_t held;  // first of the rows it is writing, extending or reading for the last time, linked by next
   uint32_t held_count;
   std::atomic<uint32_t> priority_writers;  // threads in the middle of an update of priorities
-  uint32_t claims_for_others;              // not 0: it claims rows for peers, so its death says nothing against a row
+  uint32_t claims_for_others;              // not 0: its death says nothing against a row: it claims rows for peers,
+                                           // or died with all other clients
 };
 static_assert(sizeof(Client) == 64);
 
@@ -397,7 +398,7 @@ struct SpaceWaiter {
   uint64_t units;               // of the span
   uint32_t thread;
   uint16_t slot;   // client
-  uint8_t claims;  // the row is claimed, and the claim can be given up
+  uint8_t claims;  // the row is claimed, and others get on if the claim is given up
   uint8_t reserved;
 };
 static_assert(sizeof(SpaceWaiter) == 24);

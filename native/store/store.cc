@@ -106,6 +106,8 @@ std::unique_ptr<Store> Store::attach(const std::string& name, const AttachOption
     // remembers: initialise it anew, then rebuild from the authoritative state.
     init_robust_mutex(&control.mutex);
     control.rebuilding.store(clean && damage.empty() ? 0 : 1);  // before anything walks a list
+    // All died, so none of them for what it had claimed. Whoever dies before it has reclaimed that leaves it as it is.
+    for (uint32_t slot = 0; slot < kMaxClients; ++slot) store->client(slot).claims_for_others = 1;
   } else {
     std::string damage = is_robust_mutex(control.mutex)
                              ? damaged_ends(control, store->clients(), store->header().capacity)

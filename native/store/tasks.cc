@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <functional>
+#include <map>
 
 #include "base/clock.h"
 #include "base/errors.h"
@@ -432,11 +433,14 @@ void Tasks::passed_over(uint64_t first, uint64_t last) {
 
 std::string Tasks::occupancy() {
   const Control& c = store_.control();
-  std::string text = message_of(
-      {"of ", store_.header().capacity, " rows ", table_->under_way.load(kRelaxed), " are under way, ",
-       store_.committed_count(), " finished, ", c.exhausted_count, " read for the last time, ",
-       table_->taken.load(kRelaxed), " kept until they are saved and ", c.writing_count, " being inserted; of ",
-       heap_.units() * kSpanUnit, " bytes of spans ", heap_.free_units() * kSpanUnit, " are free"});
+  uint64_t kept_units = 0;
+  for (const TakenStep& each : taken_steps()) kept_units += each.units;
+  std::string text =
+      message_of({"of ", store_.header().capacity, " rows ", table_->under_way.load(kRelaxed), " are under way, ",
+                  store_.committed_count(), " finished, ", c.exhausted_count, " read for the last time, ",
+                  table_->taken.load(kRelaxed), " kept until they are saved and ", c.writing_count,
+                  " being inserted; of ", heap_.units() * kSpanUnit, " bytes of spans ", heap_.free_units() * kSpanUnit,
+                  " are free and ", kept_units * kSpanUnit, " of kept rows"});
   for (uint32_t task = 1; task < count_; ++task) {
     text += message_of(
         {"; task '", record(task).name, "' has ", figures(task).due, " due and ", figures(task).claimed, " claimed"});
@@ -984,20 +988,23 @@ std::vector<Tasks::TakenRow> Tasks::taken(uint64_t step) const {
   return found;
 }
 
-std::vector<std::pair<uint64_t, uint64_t>> Tasks::taken_steps() const {
-  std::vector<uint64_t> steps;
+std::vector<Tasks::TakenStep> Tasks::taken_steps() const {
   if (count_ == 0 || table_->taken.load(kRelaxed) == 0) return {};
+  std::map<uint64_t, TakenStep> found;
   for (uint32_t row = 0; row < store_.header().capacity; ++row) {
-    const uint64_t word = words(row)[last()].load(std::memory_order_acquire);
-    if (TaskWord::of(word).state == TaskState::taken) steps.push_back(TakenWord::of(word).step);
+    const uint64_t taken = words(row)[last()].load(std::memory_order_acquire);
+    if (TaskWord::of(taken).state != TaskState::taken) continue;
+    const uint64_t step = TakenWord::of(taken).step;
+    TakenStep& its = found.try_emplace(step, TakenStep{step, 0, 0}).first->second;
+    ++its.rows;
+    for (uint32_t task = 0; task < last(); ++task) {
+      const uint64_t span = filled(word(row, task));
+      if (span != 0) its.units += heap_.head(span)->size.load(kRelaxed) & kSpanUnits;
+    }
   }
-  std::sort(steps.begin(), steps.end());
-  std::vector<std::pair<uint64_t, uint64_t>> found;
-  for (const uint64_t step : steps) {
-    if (found.empty() || found.back().first != step) found.emplace_back(step, 0);
-    ++found.back().second;
-  }
-  return found;
+  std::vector<TakenStep> steps;
+  for (const auto& [step, its] : found) steps.push_back(its);
+  return steps;
 }
 
 // Does something, under the lock, with all rows that steps from the first to the last have taken, oldest first.
@@ -1088,7 +1095,8 @@ bool Tasks::kept_alone_stop(uint64_t rows) {
   store_.reap_now_and_then();
   const Control& c = store_.control();
   if (table_->taken.load(kRelaxed) == 0 || store_.committed_count() >= rows) return false;
-  if (table_->under_way.load(kRelaxed) + c.writing_count + c.exhausted_count != 0) return false;
+  if (c.writing_count + c.exhausted_count != 0) return false;
+  if (table_->under_way.load(kRelaxed) != 0) return kept_alone_give_room();
   const uint64_t units = table_->asked_units;
   return c.free_count == 0 || c.free_count < table_->asked_rows ||
          (units != 0 && heap_.free_units() < units + kept_from_inserts());
@@ -1120,6 +1128,18 @@ const SpaceWaiter* Tasks::oldest_waiter() const {
 
 bool Tasks::waits(const SpaceWaiter& waiter) const {
   return waiter.place.load(kRelaxed) != 0 && store_.client(waiter.slot).in_use != 0;
+}
+
+template <typename Is>
+bool Tasks::any_waits(Is&& is) const {
+  return table_->waiter_count.load(kRelaxed) != 0 &&
+         std::ranges::any_of(table_->waiters, [&](const SpaceWaiter& each) { return waits(each) && is(each); });
+}
+
+bool Tasks::has_room(uint64_t units) {
+  const uint64_t span = heap_.take(units);
+  if (span != 0) heap_.give(span);
+  return span != 0;
 }
 
 void Tasks::register_waiter(uint64_t sequence, uint64_t units, bool claims) {
@@ -1193,11 +1213,14 @@ void Tasks::set_back(uint32_t row, Woken& woken) {
 
 // Whether it has something to give back, and nobody works on it.
 bool Tasks::can_be_set_back(uint32_t row) const {
-  if (!under_way(row) || !has_task_spans(row)) return false;
+  return under_way(row) && has_task_spans(row) && !is_claimed(row) && !has_unfilled(row) && may_be_done_again(row);
+}
+
+bool Tasks::is_claimed(uint32_t row) const {
   for (uint32_t task = 1; task <= count_; ++task) {
-    if (word(row, task).state == TaskState::claimed) return false;
+    if (word(row, task).state == TaskState::claimed) return true;
   }
-  return !has_unfilled(row) && may_be_done_again(row);
+  return false;
 }
 
 // Whether those who did the tasks of a row may still be there: loops end when all rows are through (is_over).
@@ -1216,17 +1239,55 @@ bool Tasks::has_task_spans(uint32_t row) const {
   return false;
 }
 
+template <typename Is>
+bool Tasks::any_under_way(Is&& is) const {
+  uint64_t walked = 0;
+  for (uint32_t row = store_.control().order_head; row != kNoRow; row = store_.status()[row].next) {
+    if (walked++ == store_.header().capacity) store_.fail_damaged("the order list is a circle through row", row);
+    if (under_way(row) && is(row)) return true;
+  }
+  return false;
+}
+
 // Whether all that takes room are the row itself and what was inserted, which no task gives back.
 bool Tasks::takes_all_room(uint32_t row) const {
   const Control& c = store_.control();
   const uint64_t end = c.exhausted_count + table_->taken.load(kRelaxed);
   if (store_.committed_count() + end + c.writing_count != 0) return false;
-  uint64_t walked = 0;
-  for (uint32_t other = c.order_head; other != kNoRow; other = store_.status()[other].next) {
-    if (walked++ == store_.header().capacity) store_.fail_damaged("the order list is a circle through row", other);
-    if (other != row && has_task_spans(other)) return false;
+  return !any_under_way([&](uint32_t other) { return other != row && has_task_spans(other); });
+}
+
+// Whether the first of those who wait gets on if a claim is given up: its row gives room back, or this process may then
+// do a task of a row before that one, or go on with another claim, whose row has some.
+bool Tasks::helps_if_given_up(uint32_t row, uint64_t first) const {
+  if (has_task_spans(row)) return true;
+  const uint32_t slot = store_.client_slot_.load(kRelaxed);
+  return any_under_way([&](uint32_t other) {
+    const uint64_t place = sequence(other);
+    if (other == row || (place > first && !has_task_spans(other))) return false;
+    if (any_waits([&](const SpaceWaiter& each) { return each.place.load(kRelaxed) == place + 1; })) return false;
+    for (uint32_t task = 1; task < count_; ++task) {
+      const TaskWord its = word(other, task);
+      if (its.state == TaskState::claimed ? its.slot == slot : place < first && due_bit(task, other)) return true;
+    }
+    return false;
+  });
+}
+
+// Whether the first row under way waits for room, no other has any to give back, and whoever has claims waits as well.
+bool Tasks::kept_alone_give_room() {
+  const SpaceWaiter* const oldest = oldest_waiter();
+  if (oldest == nullptr || has_room(oldest->units)) return false;
+  const uint64_t first = oldest->place.load(kRelaxed) - 1;
+  for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
+    if (table_->claims[slot] == 0) continue;
+    if (!any_waits([&](const SpaceWaiter& each) { return each.slot == slot; })) return false;
   }
-  return true;
+  return !any_under_way([&](uint32_t row) {
+    const uint64_t place = sequence(row);
+    if (place <= first) return place < first;
+    return has_task_spans(row) && (is_claimed(row) || may_be_done_again(row));
+  });
 }
 
 Tasks::Room Tasks::make_room(uint32_t task, const TaskRow& each) {
@@ -1242,7 +1303,12 @@ Tasks::Room Tasks::make_room(uint32_t task, const TaskRow& each) {
   const auto stale = [&] { return !claims() && !may_rewrite(each, task); };
   if (stale()) return ends(Room::given_up);
   const uint64_t mine = sequence(each.row);
-  register_waiter(mine, each.units, claims());
+  const auto may_give_up = [&] {
+    const SpaceWaiter* const oldest = oldest_waiter();
+    const uint64_t its = oldest == nullptr ? mine : std::min(mine, oldest->place.load(kRelaxed) - 1);
+    return claims() && under_way(each.row) && may_be_done_again(each.row) && helps_if_given_up(each.row, its);
+  };
+  register_waiter(mine, each.units, may_give_up());
   // Whoever waits makes room for the first of those who do.
   bool is_first = false;
   uint64_t first = 0;
@@ -1250,9 +1316,7 @@ Tasks::Room Tasks::make_room(uint32_t task, const TaskRow& each) {
     const SpaceWaiter* const oldest = oldest_waiter();
     is_first = oldest == nullptr || oldest->place.load(kRelaxed) - 1 >= mine;
     first = is_first ? mine : oldest->place.load(kRelaxed) - 1;
-    const uint64_t span = heap_.take(is_first ? each.units : oldest->units);
-    if (span != 0) heap_.give(span);
-    return span != 0;
+    return has_room(is_first ? each.units : oldest->units);
   };
   bool room = fits();
   if (!room && store_.reap_locked() != 0) {
@@ -1276,8 +1340,7 @@ Tasks::Room Tasks::make_room(uint32_t task, const TaskRow& each) {
     older |= place < mine;
     newer |= place > mine && other.claims != 0;
   }
-  const bool may_go = under_way(each.row) && !has_unfilled(each.row) && may_be_done_again(each.row);
-  if (claims() && older && !newer && may_go) {
+  if (older && !newer && !has_unfilled(each.row) && may_give_up()) {
     set_back(each.row, woken);
     table_->revoked.fetch_add(1, kRelaxed);
     return ends(Room::given_up);

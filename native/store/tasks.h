@@ -15,9 +15,10 @@
 //
 // Space. Where no span is free, an insert waits; it leaves a 16th of the region to tasks. A put or append first sets
 // back rows that are newer than the oldest one that waits, not claimed and not finished, newest first: their tasks are
-// to be done again. Where there is none and older rows wait too, the newest claim that waits is given up. What the
-// oldest row that waits needs is not taken by newer ones. So the oldest rows always come through. After the end of the
-// inserts no task is done again that is done for all rows, since nobody may be left who does it.
+// to be done again. Where there is none and older rows wait too, the newest claim that waits is given up, if that frees
+// room or its process may then do something that does. What the oldest row that waits needs is not taken by newer ones.
+// So the oldest rows always come through. After the end of the inserts no task is done again that is done for all rows,
+// since nobody may be left who does it.
 //
 // Death. What a dead process had claimed is due again; what it was writing is freed, and what it had appended stays
 // where the task keeps it. After three deaths without an append or put a row is dropped.
@@ -192,10 +193,14 @@ class Tasks {
   uint64_t untake(uint64_t step);
   // Frees the rows of all steps up to this one, which is told to be saved. Returns how many.
   uint64_t free_taken(uint64_t step);
-  // (step, rows) of all steps that have taken any.
-  std::vector<std::pair<uint64_t, uint64_t>> taken_steps() const;
+  // All steps that have taken any. Without the lock.
+  struct TakenStep {
+    uint64_t step, rows;
+    uint64_t units;  // of their spans
+  };
+  std::vector<TakenStep> taken_steps() const;
   // Whether nothing but the end of taken rows can bring as many selectable rows: none is under way, and no row is free,
-  // or an insert has found no room.
+  // or an insert has found no room; or the rows under way wait for room that none of them gives back.
   bool kept_alone_stop(uint64_t rows);
 
   // The rows that come first in the order of inserts, up to the first one that is under way: how many of them there
@@ -369,12 +374,20 @@ class Tasks {
   bool can_be_set_back(uint32_t row) const;
   bool may_be_done_again(uint32_t row) const;
   bool has_task_spans(uint32_t row) const;
+  template <typename Is>
+  bool any_under_way(Is&& is) const;
+  bool is_claimed(uint32_t row) const;
+  bool helps_if_given_up(uint32_t row, uint64_t first) const;
+  bool kept_alone_give_room();
   bool takes_all_room(uint32_t row) const;
   void drop_row(uint32_t row, Woken& woken);
   void passed_over(uint64_t first, uint64_t last);
   bool holds_claim(uint32_t task, const ClaimedRow& row) const;
   const SpaceWaiter* oldest_waiter() const;
   bool waits(const SpaceWaiter& waiter) const;
+  template <typename Is>
+  bool any_waits(Is&& is) const;
+  bool has_room(uint64_t units);
   void register_waiter(uint64_t sequence, uint64_t units, bool claims);
   bool end_wait();
   template <typename Ended>

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from replay_calls import replay_of
 from segments import Pipe, kill, wait_for
 
 import geartrain as gt
-from geartrain.errors import ArgumentError, NotEnoughRowsError, WaitTimeoutError
+from geartrain.errors import ArgumentError, NotEnoughRowsError, StaleClaimError, WaitTimeoutError
 from geartrain.selection import Fifo, GroupSampling, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
@@ -273,12 +274,57 @@ def test_kept_rows_that_alone_stop_a_replay_are_an_error_at_once(store_name: Cal
         assert replay.sample().step == 2 and batches == [0, 1]
         finish(store, range(12, 14))
         with pytest.raises(
-            NotEnoughRowsError, match=r"has 2, and no other can come: saved was last told step 0; 2 steps hold 8 of 10"
+            NotEnoughRowsError,
+            match=r"has 2, and no other can come: saved was last told step 0; 2 steps hold 8 of 10 rows",
         ):
             replay.sample()
         replay.saved(2)
         finish(store, range(14, 16))
         assert replay.sample().step == 3
+
+
+def test_kept_rows_that_take_the_room_of_answers_are_an_error_and_answers_wait_without_spinning(
+    store_name: Callable[[], str],
+) -> None:
+    """Two threads answer, and neither finds room: only `saved` can make some."""
+    with (
+        grpo.new_store(store_name(), span_bytes=20 << 10) as store,
+        store.expect_writers(),
+        kept(store, selection=Fifo()) as replay,
+    ):
+        grpo.insert(store, range(64))
+
+        def work_on(rows: int, tasks: tuple[str, ...] = TASKS) -> None:
+            for task in tasks * rows:
+                grpo.work(store, task, store.claim(task))
+
+        for _ in range(4):
+            work_on(4)
+            replay.sample()
+
+        def answer() -> None:
+            while True:
+                with contextlib.suppress(StaleClaimError):
+                    return grpo.work(store, "answer", store.claim("answer", timeout_s=patience(20)))
+
+        with ThreadPoolExecutor(2) as threads:
+            answers = [threads.submit(answer) for _ in range(2)]
+            with pytest.raises(
+                NotEnoughRowsError,
+                match=r"4 steps hold 16 of 64 rows and 12,288 of 20,480 bytes of spans: .*span_bytes=",
+            ):
+                replay.sample()
+            before = store.stats()["set_back"]
+            time.sleep(0.1)
+            assert store.stats()["set_back"] == before
+            assert not any(each.done() for each in answers)
+            replay.saved(0)
+            for each in answers:
+                each.result(patience(20))
+        work_on(2, TASKS[1:])
+        work_on(2)
+        assert grpo.check(replay.sample()) == [16, 17, 18, 19]
+        assert store.audit() == []
 
 
 def test_a_wait_says_which_steps_keep_rows(store: gt.Store) -> None:

@@ -117,6 +117,31 @@ def test_a_row_whose_claimers_die_three_times_is_dropped_unless_they_got_on(name
         assert store.audit() == []
 
 
+def test_a_crash_of_all_processes_is_counted_against_no_row_and_single_deaths_are(name: str, fork: Fork) -> None:
+    pipe = Pipe()
+
+    def body() -> None:
+        with grpo.new_store(name) as store:
+            if store.stats()["inserted"] == 0:
+                grpo.insert(store, range(2))
+            claim_and_wait(name, pipe, lambda claim: None)
+
+    for _ in range(4):
+        child = fork(body)
+        pipe.hear()
+        kill(child)
+    with grpo.new_store(name) as store:
+        its = store.task_stats()["answer"]
+        assert (its["due"], its["deaths"], its["released"]) == (2, 0, 8)
+        for _ in range(3):
+            assert store.stats()["given_up"] == 0
+            child = fork(body)
+            pipe.hear()
+            kill(child)
+            store.reap()
+        assert store.stats()["given_up"] == 2 and store.audit() == []
+
+
 @pytest.mark.parametrize("adopts", [False, True])
 def test_the_death_of_a_process_that_claims_for_others_is_not_counted(name: str, fork: Fork, adopts: bool) -> None:
     watching = None if adopts else grpo.new_store(name)

@@ -96,7 +96,10 @@ TEST(taken_rows_stay_by_step_and_place_until_they_are_saved) {
   CHECK(rows_taken(*store, 4) == std::vector<uint32_t>({keys[1].row, keys[2].row, keys[0].row}));
   CHECK(rows_taken(*store, 5) == std::vector<uint32_t>({keys[3].row}));
   CHECK(rows_taken(*store, 6).empty());
-  CHECK(tasks.taken_steps() == (std::vector<std::pair<uint64_t, uint64_t>>{{4, 3}, {5, 1}}));
+  const auto steps = tasks.taken_steps();
+  CHECK(steps.size() == 2 && steps[0].step == 4 && steps[0].rows == 3 && steps[1].step == 5 && steps[1].rows == 1);
+  CHECK_EQ(steps[0].units, 3 * steps[1].units);
+  CHECK_EQ(tasks.heap().free_units() + 6 * steps[1].units + 1, tasks.heap().units());
   CHECK_EQ(store->committed_count(), 2u);
   const double priority = 5;
   CHECK_EQ(store->update_priorities({&keys[0].row, 1}, {&keys[0].generation, 1}, {&priority, 1}), 1u);

@@ -115,10 +115,12 @@ class KeptRows:
             return ""
         before = self._store.native.saved_before()
         told = f"saved was last told step {before - 1}" if before else "saved was not called yet"
-        rows = sum(count for _, count in steps)
+        rows, spans = (sum(each[i] for each in steps) for i in (1, 2))
         which = f"{len(steps)} step{'s hold' if len(steps) > 1 else ' holds'}"
+        of = f"{rows:,} of {self._store.capacity:,} rows and {spans:,} of {self._store.stats()['span_bytes']:,} bytes"
         return (
-            f"{told}; {which} {rows:,} of {self._store.capacity:,} rows: call replay.saved(step) after each checkpoint"
+            f"{told}; {which} {of} of spans: call replay.saved(step) after each checkpoint, save more often, or "
+            "create the store with a larger capacity= or span_bytes="
         )
 
     def warn_of_lost(self, step: int, lost: int, n: int) -> None:

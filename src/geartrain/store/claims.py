@@ -94,7 +94,8 @@ def check_durable(native: _native.Store, durable: bool) -> bool:
 def timed_out(native: _native.Store, what: str) -> WaitTimeoutError:
     """The error of a wait for room: what did not happen, and what fills the store."""
     return WaitTimeoutError(
-        f"{what}: {native.occupancy()}. Raise capacity= or span_bytes=, or start processes for the tasks that lag"
+        f"{what}: {native.occupancy()}. Raise capacity= or span_bytes=, start processes for the tasks that lag, "
+        "or call replay.saved more often if rows are kept"
     )
 
 

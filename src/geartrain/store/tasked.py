@@ -175,7 +175,8 @@ class TaskedRows:
 
         A row has one claimer at a time. A claim has at least one row and at most `n`; it never waits for exactly `n`.
         The next turn of the loop, and leaving it, release the rows that were neither put nor dropped: they are due
-        again. If the process dies, they are due again, too; after three deaths of its claimers a row is dropped.
+        again. If the process dies, they are due again, too; after three deaths of its claimers a row is dropped. Where
+        all processes die together, no death is counted.
 
         While no row is due, the loop waits. After 10 s it logs which task lags (logger `geartrain.store.tasked`). It
         ends when the store is closed, or when `finish` was called and no row can become due any more.

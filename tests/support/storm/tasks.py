@@ -39,7 +39,14 @@ BATCH, SAVE_EVERY, IN_FLIGHT = 4, 2, 24
 DROPPED = 11
 CAPACITY = 64
 #: Bytes of spans: room for all rows; so few that results are given up to make room.
-KINDS = {"tasks": 1 << 20, "tasks in little room": 24 << 10, "tasks of other hosts": 1 << 20}
+KINDS = {
+    "tasks": 1 << 20,
+    "tasks in little room": 24 << 10,
+    "tasks of other hosts": 1 << 20,
+    "tasks of preempted jobs": 1 << 20,
+}
+#: Of this kind all processes die together, always: no row is given up for it.
+PREEMPTED = "tasks of preempted jobs"
 #: Roles of the last kind that reach the store through a server of it.
 REMOTE = ("answer", "answers", "reward")
 
@@ -267,6 +274,8 @@ class TaskRound(Round):
             with gt.Store.open(self.name, adopt=True, timeout_s=30) as store:
                 self.defects += proof.audit(store)
                 self.defects += prove(store, events(self.folder), self.figures)
+                if self.kind == PREEMPTED and (lost := store.stats()["given_up"]):
+                    self.defects.append(f"{lost} rows were given up, and no process ever died alone")
                 self.figures["repairs (store)"] += store.stats()["repairs"]
 
     def crew(self) -> tuple[str, ...]:
@@ -275,11 +284,15 @@ class TaskRound(Round):
 
     def pause_s(self) -> float:
         """Time to the next fault: processes are to come to their work in between."""
-        return self.choose.random() * 0.1
+        return self.choose.random() * (0.5 if self.kind == PREEMPTED else 0.1)
 
     def fault(self, victim: Worker, store: gt.Store | None) -> None:
         """Kills a process or all of them, which are begun again, or stops one."""
-        if self.choose.random() < 0.15:
+        if self.kind == PREEMPTED or self.choose.random() < 0.15:
+            for worker in self.workers:  # none lives to find another dead
+                os.kill(worker.pid, signal.SIGSTOP)
+            for worker in self.workers:
+                os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
             for worker in self.workers:
                 os.kill(worker.pid, signal.SIGKILL)
                 worker.killed = True
