@@ -102,6 +102,20 @@ def test_rows_pass_through_all_tasks_from_another_host(world: World) -> None:
         assert sorted(number for batch in replay for number in grpo.check(batch)) == list(range(12))
 
 
+def test_durable_puts_are_refused_before_anything_is_written(world: World) -> None:
+    remote = world.remote()
+    keys = grpo.insert(remote, range(2))
+    claim = remote.claim("answer", 2)
+    for put in (
+        lambda: claim.put(durable=True),
+        lambda: next(iter(claim)).put(durable=True),
+        lambda: remote.put(keys, "reward", {"reward": [1.0]}, durable=True),
+    ):
+        with pytest.raises(ArgumentError, match="durable=True is for the host of the store"):
+            put()
+    assert figures(world)["claimed"] == 2
+
+
 def test_a_claim_has_what_a_local_one_has(world: World) -> None:
     remote = world.remote()
     grpo.insert(remote, range(4))

@@ -127,6 +127,13 @@ class RemoteRows:
         self._held: dict[_Row, _Held] = {}
         self._opened(timeout_s)
 
+    def journal_state(self) -> None:
+        """Refuses `durable=True`, which asks for the journal."""
+        raise ArgumentError(
+            f"durable=True is for the host of the store, and {self._name!r} is a store of {self._peer!r}: put without "
+            "it; with a journal there the rows are on its disk within journal_sync_s"
+        )
+
     # --- the connection -------------------------------------------------------------------------------------
 
     def _opened(self, within_s: float) -> Remote:
