@@ -390,7 +390,7 @@ class Replay:
         check_whole("step", step)
         kept = self._builder.samplers[0].kept
         if kept is None:
-            raise ArgumentError("this replay keeps no rows: make it with keep='saved'")
+            raise ArgumentError("this replay keeps no rows: make it with options=ReplayOptions(keep='saved')")
         if not 0 <= step < self.step:
             raise ArgumentError(
                 f"step {step} was not delivered yet; this replay's next batch is step {self.step}: pass `batch.step` "
