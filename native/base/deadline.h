@@ -10,12 +10,9 @@ namespace geartrain {
 // The point in time at which a wait times out.
 class Deadline {
  public:
-  // A negative or absurdly long wait becomes none, or a hundred years.
-  static Deadline after(double seconds) {
-    const double most = 3.2e9;
-    const double ns = (seconds > 0 ? (seconds < most ? seconds : most) : 0) * 1e9;
-    return Deadline(monotonic_ns() + static_cast<uint64_t>(ns));
-  }
+  static Deadline after(double seconds) { return Deadline(monotonic_ns() + ns_of(seconds)); }
+  // In time.monotonic().
+  static Deadline at(double seconds) { return Deadline(ns_of(seconds)); }
   uint64_t left_ns() const {
     const uint64_t now = monotonic_ns();
     return at_ns_ > now ? at_ns_ - now : 0;
@@ -31,6 +28,11 @@ class Deadline {
 
  private:
   explicit Deadline(uint64_t at_ns) : at_ns_(at_ns) {}
+  // A negative or absurdly long time becomes none, or a hundred years.
+  static uint64_t ns_of(double seconds) {
+    const double most = 3.2e9;
+    return static_cast<uint64_t>((seconds > 0 ? (seconds < most ? seconds : most) : 0) * 1e9);
+  }
   uint64_t at_ns_;
 };
 

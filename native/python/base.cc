@@ -20,7 +20,7 @@ const std::atomic<uint32_t>& first_word(const FutexWords& words) {
 
 bool wait_for_word(const FutexWords& words, uint32_t seen, double timeout_s) {
   const std::atomic<uint32_t>& word = first_word(words);
-  return patiently(timeout_s, [&](Deadline slice, Deadline) {
+  return patiently(Deadline::after(timeout_s), [&](Deadline slice, Deadline) {
     if (word.load() != seen) return true;
     futex_wait(word, seen, slice.left_ns());
     return word.load() != seen;
@@ -29,7 +29,8 @@ bool wait_for_word(const FutexWords& words, uint32_t seen, double timeout_s) {
 
 bool take_lock(int fd, uint64_t byte, bool exclusive, double timeout_s) {
   const LockKind kind = exclusive ? LockKind::exclusive : LockKind::shared;
-  return patiently(timeout_s, [&](Deadline slice, Deadline) { return wait_for_file_lock(fd, byte, kind, slice); });
+  return patiently(Deadline::after(timeout_s),
+                   [&](Deadline slice, Deadline) { return wait_for_file_lock(fd, byte, kind, slice); });
 }
 
 }  // namespace

@@ -117,8 +117,7 @@ constexpr double kSignalsEveryS = 0.25;
 
 // wait(deadline) until it returns true or the deadline passes, checking signals in between.
 template <typename Wait>
-bool patiently(double timeout_s, Wait&& wait) {
-  const Deadline deadline = Deadline::after(timeout_s);
+bool patiently(Deadline deadline, Wait&& wait) {
   for (;;) {
     const Deadline slice = deadline.sooner(kSignalsEveryS);
     {

@@ -64,9 +64,9 @@ nb::list views_of(const Message& message) {
 
 // The kind and payload of a call or of its answer.
 nb::object encoded_message(const Codec& codec, uint32_t kind, nb::handle value, bool pickle, nb::handle tensors,
-                           uint64_t tag, double timeout_s) {
+                           uint64_t tag, double until_s) {
   auto payload = std::make_unique<Payload>();
-  const uint32_t found = codec.encode_message(kind, value, pickle, tensors, tag, timeout_s, payload.get());
+  const uint32_t found = codec.encode_message(kind, value, pickle, tensors, tag, until_s, payload.get());
   return nb::make_tuple(found, nb::cast(payload.release(), nb::rv_policy::take_ownership));
 }
 
@@ -98,7 +98,7 @@ nb::object Codec::decode(const Message& message, bool pickle) const {
 }
 
 uint32_t Codec::encode_message(uint32_t kind, nb::handle value, bool pickle, nb::handle tensors, uint64_t tag,
-                               double timeout_s, Payload* payload) const {
+                               double until_s, Payload* payload) const {
   nb::object refusal;
   try {
     geartrain::encode(types_, value, pickle, payload);
@@ -108,7 +108,7 @@ uint32_t Codec::encode_message(uint32_t kind, nb::handle value, bool pickle, nb:
   }
   const bool encodable = !refusal.is_valid();
   nb::object instead = nb::none();
-  if (encodable || is_message_error(refusal)) instead = tensors.attr("out_of_band")(value, encodable, tag, timeout_s);
+  if (encodable || is_message_error(refusal)) instead = tensors.attr("out_of_band")(value, encodable, tag, until_s);
   if (!instead.is_none()) {
     const auto given = nb::cast<nb::tuple>(instead);
     payload->clear();
@@ -178,7 +178,7 @@ void bind_codec(nb::module_& module) {
           [](const Codec& codec, const Arrived& arrived, bool pickle) { return codec.decode(arrived.message, pickle); },
           nb::arg("message"), nb::arg("pickle") = false)
       .def("encode_message", &encoded_message, nb::arg("kind"), nb::arg("value").none(), nb::arg("pickle"),
-           nb::arg("tensors"), nb::arg("tag"), nb::arg("timeout_s"));
+           nb::arg("tensors"), nb::arg("tag"), nb::arg("until_s"));
   module.attr("OUT_OF_BAND_BYTES") = Codec::kOutOfBandBytes;
 }
 

@@ -65,11 +65,11 @@ class Codec {
   nb::object decode(const Message& message, bool pickle) const;
 
   // Encodes a call or its answer into an empty payload, and returns the message's kind.
-  // `tensors.out_of_band(value, encodable, tag, timeout_s)` is called with a value that cannot be encoded
+  // `tensors.out_of_band(value, encodable, tag, until_s)` is called with a value that cannot be encoded
   // (MessageError), or that takes kOutOfBandBytes or more. It returns None, or (bit of the kind, value): then that
   // value is encoded in place of the one given. Throws what encode() does, and what the function raises.
   uint32_t encode_message(uint32_t kind, nb::handle value, bool pickle, nb::handle tensors, uint64_t tag,
-                          double timeout_s, Payload* payload) const;
+                          double until_s, Payload* payload) const;
   static constexpr size_t kOutOfBandBytes = size_t{256} << 10;
 
   // For a binding that decodes what it receives: the value; or None, and what decode() has raised.

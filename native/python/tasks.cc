@@ -160,7 +160,7 @@ nb::object insert_with_spans(Store& store, size_t n, const nb::list& sources, co
   }
   const CommitValues commit{{}, view(priorities), view(versions)};
   uint64_t first = 0;
-  const bool inserted = patiently(timeout_s, [&](Deadline slice, Deadline) {
+  const bool inserted = patiently(Deadline::after(timeout_s), [&](Deadline slice, Deadline) {
     const Store::Call call(store);
     store.check_values(n, commit);
     size_spans(store, 0, 0, rows, in_span, {});
@@ -227,7 +227,7 @@ nb::object claim_rows(Store& store, uint32_t task, size_t most, uint64_t max_ite
   std::vector<ClaimedRow> claimed;
   std::vector<uint32_t> lengths;
   bool over = false;
-  patiently(timeout_s, [&](Deadline slice, Deadline) {
+  patiently(Deadline::after(timeout_s), [&](Deadline slice, Deadline) {
     const Store::Call call(store);
     for (;;) {
       const uint32_t seen = tasks.table().figures[task].changes.load(std::memory_order_acquire);
@@ -431,7 +431,7 @@ void run_writer(Store& store, RowWriter& writer, double timeout_s, const Prepare
     }
   };
   try {
-    const bool all = patiently(timeout_s, [&](Deadline slice, Deadline) {
+    const bool all = patiently(Deadline::after(timeout_s), [&](Deadline slice, Deadline) {
       const Store::Call call(store);
       if (!prepared) prepare();
       prepared = true;

@@ -27,8 +27,8 @@ namespace {
 
 // The same for waits that throw timed_out.
 template <typename Wait>
-void patiently_or_throw(double timeout_s, Wait&& wait) {
-  const bool ended = patiently(timeout_s, [&](Deadline slice, Deadline deadline) {
+void patiently_or_throw(Deadline deadline, Wait&& wait) {
+  const bool ended = patiently(deadline, [&](Deadline slice, Deadline) {
     try {
       wait(slice);
       return true;
@@ -95,7 +95,7 @@ void send(Connection& connection, uint64_t tag, uint32_t kind, const Payload& pa
 
 Arrived* receive(Connection& connection, double timeout_s) {
   auto arrived = std::make_unique<Arrived>();
-  patiently_or_throw(timeout_s, [&](Deadline slice) { connection.receive(&arrived->message, slice); });
+  patiently_or_throw(Deadline::after(timeout_s), [&](Deadline slice) { connection.receive(&arrived->message, slice); });
   return arrived.release();
 }
 
@@ -202,34 +202,34 @@ class Calls : public PendingCalls {
 
 constexpr int kUndecodable = -1;  // in place of an answer's kind: its value is what decoding has raised
 
-double now_s() {
-  return static_cast<double>(monotonic_ns()) / 1e9;
-}
-
 // (kind, value, tag, arrived) of an answer; `arrived` is time.perf_counter() before it was decoded.
 nb::object decoded(const Calls& calls, const Message& answer) {
-  const double arrived_s = now_s();
+  const double arrived_s = static_cast<double>(monotonic_ns()) / 1e9;
   const Codec::Decoded found = calls.codec.decode_message(answer, calls.pickle);
   if (!found.error.is_none()) return nb::make_tuple(kUndecodable, found.error, answer.tag, arrived_s);
   return nb::make_tuple(answer.kind, found.value, answer.tag, arrived_s);
 }
 
-// Sends a request: its tag.
-uint64_t start(Calls& calls, uint32_t kind, const Payload& payload, double timeout_s) {
+// Sends a request, a value or the payload of one that was encoded before, until `until_s` in time.monotonic(): its tag.
+uint64_t start(Calls& calls, uint32_t kind, nb::handle value, nb::handle tensors, double until_s) {
+  Payload encoded;
+  const bool before = nb::isinstance<Payload>(value);
+  if (!before) kind = calls.codec.encode_message(kind, value, calls.pickle, tensors, 0, until_s, &encoded);
+  const Payload& payload = before ? nb::cast<const Payload&>(value) : encoded;
   const Unlocked unlocked;
-  return calls.start(kind, payload.header, payload.buffers(), Deadline::after(timeout_s));
+  return calls.start(kind, payload.header, payload.buffers(), Deadline::at(until_s));
 }
 
 // The answer; `until_s` is in time.monotonic().
 nb::object wait_for_answer(Calls& calls, uint64_t tag, double until_s) {
   Message answer;
-  patiently_or_throw(until_s - now_s(), [&](Deadline slice) { calls.wait(tag, &answer, slice); });
+  patiently_or_throw(Deadline::at(until_s), [&](Deadline slice) { calls.wait(tag, &answer, slice); });
   return decoded(calls, answer);
 }
 
 nb::object next_detached(Calls& calls, double timeout_s) {
   Message answer;
-  patiently_or_throw(timeout_s, [&](Deadline slice) { calls.next_detached(&answer, slice); });
+  patiently_or_throw(Deadline::after(timeout_s), [&](Deadline slice) { calls.next_detached(&answer, slice); });
   return decoded(calls, answer);
 }
 
@@ -284,7 +284,8 @@ void bind_transport(nb::module_& module) {
       .def("accept",
            [](Listener& listener, double timeout_s) {
              std::shared_ptr<Connection> connection;
-             patiently_or_throw(timeout_s, [&](Deadline slice) { connection = listener.accept(slice); });
+             patiently_or_throw(Deadline::after(timeout_s),
+                                [&](Deadline slice) { connection = listener.accept(slice); });
              return connection;
            })
       // As Inbox.receive: of a server's thread.

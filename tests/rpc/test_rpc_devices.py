@@ -398,7 +398,7 @@ def test_messages_that_say_of_tensors_what_cannot_be_are_refused(world: World) -
         [("smoke", 0, 0, b"", [((1, 0), (12, (-4,), 0, "tensor"))])],
     ):
         value = (("where", (None,), {}), groups)
-        tag = peer.calls.start(CALL | OUT_OF_BAND, native_codec().encode(value), 5.0)
+        tag = peer.calls.start(CALL | OUT_OF_BAND, native_codec().encode(value), peer.tensors, time.monotonic() + 5.0)
         reply = peer.wait(tag, time.monotonic() + 5.0)
         with pytest.raises(RemoteError):
             peer.value_of(reply)

@@ -60,8 +60,11 @@ class LateError(Exception):
 class UnpicklableError(Exception):
     """Its pickling raises what a connection raises, too."""
 
+    def __init__(self, kind: type[Exception] = WaitTimeoutError) -> None:
+        self.kind = kind
+
     def __reduce__(self) -> Any:
-        return late()
+        raise self.kind("from a pickle")
 
 
 def late() -> Any:
@@ -346,8 +349,9 @@ def test_an_argument_or_a_result_whose_pickling_raises_is_no_timeout_and_ends_no
             peers = {"server": server.address}
             with rpc.Node("client", secret=secret, peers=peers, timeout_s=patience(20)) as client:
                 for send in (client.call, client.call_async, client.tell):
-                    with pytest.raises(WaitTimeoutError, match="from a pickle"):
-                        send("server", "edge-unpicklable", UnpicklableError())
+                    for kind in (WaitTimeoutError, PeerLostError):
+                        with pytest.raises(kind, match=r"^from a pickle"):
+                            send("server", "edge-unpicklable", UnpicklableError(kind))
                 with pytest.raises(RemoteError, match="WaitTimeoutError: from a pickle"):
                     client.call("server", "edge-unpicklable")
                 assert not client.client("server").connection.lost

@@ -87,12 +87,14 @@ class Client:
     def _ask(self, function: str | Callable[..., Any], kind: int, value: Any, timeout_s: float) -> Any:
         until_s = time.monotonic() + timeout_s
         began_s = time.perf_counter() if trace.on else 0.0
-        tag = self._start(kind, value, timeout_s)
+        tag = 0
         try:
+            tag = self.calls.start(kind | timeout_bits[timeout_s], value, self.tensors, until_s)
             reply = self.calls.wait(tag, until_s)
         except BaseException as error:  # by a signal's handler, perhaps
-            self.cancel(tag)
-            if isinstance(error, (WaitTimeoutError, PeerLostError)):
+            if tag:
+                self.cancel(tag)
+            if self._is_of_call(error, until_s):
                 raise self._told(error, timeout_s) from None
             raise
         if began_s:
@@ -104,22 +106,25 @@ class Client:
             del reply  # the traceback of an error in it holds this frame
 
     def start(
-        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+        self,
+        function: str | Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout_s: float,
+        until_s: float,
     ) -> int:
-        """Sends a call: the tag of its reply."""
+        """Sends a call until `until_s` in `time.monotonic()`: the tag of its reply."""
         began_s = time.perf_counter() if trace.on else 0.0
         kind, value = self._request(function, args, kwargs, timeout_s)
-        tag = self._start(kind, value, timeout_s)
+        try:
+            tag = self.calls.start(kind | timeout_bits[timeout_s], value, self.tensors, until_s)
+        except (WaitTimeoutError, PeerLostError) as error:
+            if self._is_of_call(error, until_s):
+                raise self._told(error, timeout_s) from None
+            raise
         if began_s:
             self._trace_call("send", function, tag, began_s, time.perf_counter())
         return tag
-
-    def _start(self, kind: int, value: Any, timeout_s: float) -> int:
-        kind, payload = self._codec.encode_message(kind, value, self.pickle, self.tensors, 0, timeout_s)
-        try:
-            return self.calls.start(kind | timeout_bits[timeout_s], payload, timeout_s)
-        except (WaitTimeoutError, PeerLostError) as error:
-            raise self._told(error, timeout_s) from None
 
     def tell(
         self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
@@ -128,7 +133,8 @@ class Client:
         kind, value = self._request(function, args, kwargs, timeout_s)
         if kind != CALL:
             raise MessageError("`tell` takes registered functions only")
-        kind, payload = self._codec.encode_message(TELL, value, self.pickle, self.tensors, 0, timeout_s)
+        until_s = time.monotonic() + timeout_s
+        kind, payload = self._codec.encode_message(TELL, value, self.pickle, self.tensors, 0, until_s)
         self.connection.send(0, kind, payload, timeout_s)
 
     def encode(
@@ -136,7 +142,8 @@ class Client:
     ) -> tuple[int, _native.Payload]:
         """A call's kind and payload, for `calls.start`. Tensors that go out of band are sent by then, or queued."""
         kind, value = self._request(function, args, kwargs, timeout_s)
-        return self._codec.encode_message(kind, value, self.pickle, self.tensors, 0, timeout_s)
+        until_s = time.monotonic() + timeout_s
+        return self._codec.encode_message(kind, value, self.pickle, self.tensors, 0, until_s)
 
     def _request(
         self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
@@ -159,11 +166,17 @@ class Client:
             self._trace_reply(reply)
         return reply
 
-    def _told(self, error: GeartrainError, timeout_s: float) -> GeartrainError:
-        """A call's error as its caller gets it."""
+    def _is_of_call(self, error: BaseException, until_s: float) -> bool:
+        """Whether an error is the call's timeout or the loss of its peer. Pickling an argument may raise the same."""
         if isinstance(error, WaitTimeoutError):
-            return WaitTimeoutError(f"no answer from {self.name!r} within {timeout_s} s")
-        return self.named(error)
+            return time.monotonic() >= until_s
+        return isinstance(error, PeerLostError) and self.connection.lost
+
+    def _told(self, error: BaseException, timeout_s: float) -> GeartrainError:
+        """The call's timeout, or the loss of its peer, as its caller gets it."""
+        if isinstance(error, PeerLostError):
+            return self.named(error)
+        return WaitTimeoutError(f"no answer from {self.name!r} within {timeout_s} s")
 
     def _trace_call(
         self, what: str, function: str | Callable[..., Any], tag: int, began_s: float, ended_s: float
@@ -205,8 +218,9 @@ class Client:
 
     def named(self, error: GeartrainError) -> GeartrainError:
         """The same error. The error of a lost peer gets the peer's name."""
-        if type(error) is PeerLostError:
-            return PeerLostError(f"{self.name!r} is lost: {error}")
+        lost, said = f"{self.name!r} is lost: ", str(error)
+        if type(error) is PeerLostError and not said.startswith(lost):
+            return PeerLostError(lost + said)
         return error.with_traceback(None)
 
     def cancel(self, tag: int) -> None:

@@ -237,7 +237,7 @@ class Node:
         limit_s = self._limit(timeout_s)
         until_s = time.monotonic() + limit_s
         client = self._client(peer, limit_s)
-        return Future(client, client.start(function, args, kwargs, limit_s), until_s)
+        return Future(client, client.start(function, args, kwargs, limit_s, until_s), until_s)
 
     def tell(
         self, peer: str, function: str | Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any

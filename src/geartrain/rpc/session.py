@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 import traceback
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ class ServerSession:
     def _send(self, tag: int, kind: int, value: Any) -> BaseException | None:
         """Sends a reply: None; or the error of a value that cannot be sent, where nothing was."""
         try:
-            kind, payload = self._codec.encode_message(kind, value, self.pickle, self.tensors, tag, self._timeout_s)
+            kind, payload = self._codec.encode_message(kind, value, self.pickle, self.tensors, tag, inf)
         except BaseException as error:
             return error
         try:

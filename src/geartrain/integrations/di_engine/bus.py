@@ -200,7 +200,7 @@ class Bus:
                 elif not queue.has_room(payload.nbytes):
                     full.append(queue)
                     return False
-                tag = peer.calls.start(kind, payload, max(0.0, until_s - time.monotonic()))
+                tag = peer.calls.start(kind, payload, peer.tensors, until_s)
                 queue.add(Future(peer, tag, float("inf")), payload.nbytes)
                 return True
             except WaitTimeoutError:

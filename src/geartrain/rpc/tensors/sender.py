@@ -86,7 +86,7 @@ class TensorSender:
 
     # --- arguments --------------------------------------------------------------------------------------------------
 
-    def out_of_band(self, value: Any, encodable: bool, _: int, timeout_s: float) -> tuple[int, Any] | None:
+    def out_of_band(self, value: Any, encodable: bool, _: int, until_s: float) -> tuple[int, Any] | None:
         """The bit of a call's kind, and the value to send instead. Tensors not in the value are sent now, or queued.
 
         None if the whole value goes in the message.
@@ -94,8 +94,7 @@ class TensorSender:
         taken = self._devices.take_out(value, encodable, self._devices.memory is not None)
         if taken is None:
             return None
-        until_s = time.monotonic() + timeout_s
-        self.negotiate(timeout_s)
+        self.negotiate(_left(until_s))
         return OUT_OF_BAND, self._send(*taken, until_s)
 
     def _send(self, tree: Any, leaves: list[Any], until_s: float) -> tuple[Any, list[TensorBundle]]:
