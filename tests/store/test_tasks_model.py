@@ -825,6 +825,7 @@ class TasksModel(RuleBasedStateMachine):
                     "remaining": sum(word.state != "done" for word in words),
                 }
             expected[task] = {**now, **figures}
+        expected["train"]["done"] = stats["sampled"]
         found = store.task_stats()
         assert [(task, found[task]) for task in TASKS] == [(task, expected[task]) for task in TASKS], (found, expected)
         for number, task in enumerate(WORK, 1):
