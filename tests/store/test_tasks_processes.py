@@ -215,7 +215,7 @@ def test_a_full_region_with_all_rows_claimed_and_growing_is_never_stuck(name: st
                     except StaleClaimError:
                         continue
 
-    with grpo.new_store(name, capacity=rows, span_bytes=6 * 8 * tokens) as store:
+    with grpo.new_store(name, capacity=rows, span_bytes=3 * 8 * tokens) as store:
         grpo.insert(store, range(rows))
         store.finish()
         children = [fork(grow) for _ in range(3)]
