@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import signal
 import subprocess
 import sys
@@ -272,6 +273,8 @@ def test_what_was_appended_and_not_kept_is_not_put_without_it() -> None:
     made.learner.hang_up("host-0")
     comes(lambda: figures(made, "work")["due"] == 2)
     with pytest.raises(StaleClaimError):
+        _ = first.partial  # whoever reads that nothing is there may have forgotten what was
+    with pytest.raises(StaleClaimError):
         first.append(y=[2.0])
     with pytest.raises(StaleClaimError):
         first.put()
@@ -310,6 +313,73 @@ def test_a_write_whose_reply_is_lost_takes_effect_once(
     assert cut and figures(world)["done"] == (2 if call == "put" else 1)
     with pytest.raises(StaleClaimError):
         row.put()
+
+
+@pytest.mark.parametrize(("call", "last_check"), [("put", "_mine"), ("append", "_appended_before")])
+def test_a_write_that_still_runs_when_it_is_sent_again_takes_effect_once(
+    world: World, call: str, last_check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = world.remote()
+    grpo.insert(remote, range(1))
+    (row,) = remote.claim("answer")
+    check, write, began = getattr(PeerCalls, last_check), PeerCalls.write, itertools.count(1)
+    second_goes_on, one_ended = threading.Event(), threading.Event()
+
+    def pausing(self: PeerCalls, *args: Any) -> Any:
+        found = check(self, *args)
+        number = next(began)
+        if number == 1:
+            world.learner.hang_up("host-0")
+            comes(lambda: figures(world)["due"] == 1)
+            second_goes_on.wait(0.5)
+        elif number == 2:
+            second_goes_on.set()
+            one_ended.wait(patience(10))
+        return found
+
+    def ending(self: PeerCalls, *args: Any) -> Any:
+        try:
+            return write(self, *args)
+        finally:
+            one_ended.set()
+
+    monkeypatch.setattr(PeerCalls, last_check, pausing)
+    monkeypatch.setattr(PeerCalls, "write", ending)
+    if call == "append":
+        row.append(item=0, ids=[6], log_prob=[0.6])
+        assert row.partial["ids"][0].tolist() == [6]
+        row.put()
+    else:
+        row.put(ids=[6], log_prob=[0.6], length=[1])
+    assert figures(world)["done"] == 1
+    assert gt.fetch(world.store, row.key, fields=["ids"])["ids"].tolist() == [6]
+
+
+def test_after_an_append_whose_end_is_unknown_a_row_goes_on_with_what_it_has(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = world.remote()
+    grpo.insert(remote, range(1))
+    (row,) = remote.claim("answer")
+    write = PeerCalls.write
+
+    def cutting(self: PeerCalls, *args: Any) -> Any:
+        found = write(self, *args)
+        world.learner.hang_up("host-0")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PeerCalls, "write", cutting)
+        patch.setattr(remote._rows, "_timeout_s", 0.0)
+        with pytest.raises(PeerLostError):
+            row.append(item=0, ids=[5], log_prob=[0.5])
+    comes(lambda: figures(world)["due"] == 1)
+    assert row.partial["ids"][0].tolist() == [5]
+    world.learner.hang_up("host-0")
+    comes(lambda: figures(world)["due"] == 1)
+    row.append(item=0, ids=[6], log_prob=[0.6])
+    row.put()
+    assert gt.fetch(world.store, row.key, fields=["ids"])["ids"].tolist() == [5, 6]
 
 
 SERVE = """
@@ -794,7 +864,7 @@ def test_a_peer_cannot_touch_rows_that_another_has_claimed(world: World) -> None
         times = world.store.native.infos(columns[0])["inserted_at_ns"]
         assert call("claim_loaded", 1, *columns[:2], np.zeros(1, np.uint16), none, times).tolist() == [NO_CLAIM]
         with pytest.raises(StaleClaimError):
-            call("appended", 1, *(int(each[0]) for each in columns), 0, [2])
+            call("appended", 1, *(int(each[0]) for each in columns), 0, 0, [2])
         call("give_back", 1)
     assert figures(world)["claimed"] == 2
     next(iter(mine)).put(ids=[1], log_prob=[1.0], length=[1])
@@ -832,7 +902,7 @@ def test_any_arguments_of_a_peer_are_an_error_and_no_damage(world: World) -> Non
         ),
         "claim_loaded": (1, *columns, np.zeros(2, np.int64), np.zeros(2, np.uint64)),
         "read": (["id"], [], *columns[:2]),
-        "appended": (1, *(int(each[0]) for each in columns), 0, [2]),
+        "appended": (1, *(int(each[0]) for each in columns), 0, 0, [2]),
         "stale": columns[:2],
         "lengths": columns[:2],
         "ask": ("advance", 0),

@@ -433,10 +433,14 @@ class RemoteRows:
         def given() -> tuple[Any, ...]:
             with self._lock:
                 held = self._held.get((task, row, generation, claim))
-            own, version = (NO_CLAIM, 0) if held is None else (held.claim, held.version)
-            return task, row, generation, own, version, list(fields)
+            own, version, known = (NO_CLAIM, 0, 0) if held is None else (held.claim, held.version, held.appends)
+            return task, row, generation, own, version, known, list(fields)
 
-        return self.ask("appended", given)
+        reply = self.ask("appended", given)
+        with self._lock:
+            if (held := self._held.get((task, row, generation, claim))) is not None:
+                held.appends = len(reply[1])
+        return reply
 
     def stale_rows(self, rows: Any, generations: Any) -> Any:
         """As of the native store."""

@@ -54,10 +54,11 @@ class ServedTasks:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._waits: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = set()
         self._closed = False
-        self._done: OrderedDict[tuple[int, int], NDArray[np.uint8]] = OrderedDict()
+        self._writing: set[tuple[int, int]] = set()
+        self._wrote: OrderedDict[tuple[int, int], NDArray[np.uint8]] = OrderedDict()
 
     def close(self) -> None:
         """Ends all waits of claims with `StoreClosedError`."""
@@ -86,17 +87,31 @@ class ServedTasks:
                 self._waits.discard(entry)
         raise StoreClosedError(f"the store {self.store.name!r} is not served any more")
 
-    def remember(self, call: tuple[int, int], wrote: NDArray[np.uint8]) -> None:
-        """Notes what a put did, in case its reply is lost."""
-        with self._lock:
-            self._done[call] = wrote
-            if len(self._done) > _REMEMBERED:
-                self._done.popitem(last=False)
+    def begin(self, call: tuple[int, int]) -> NDArray[np.uint8] | None:
+        """Begins a write once the same one, which came by a connection that was lost, has ended.
 
-    def recall(self, call: tuple[int, int]) -> NDArray[np.uint8] | None:
-        """What a put did that was sent before; None: it did not end."""
+        Returns:
+            What that did to each row; None: there was none, or it did not end.
+        """
         with self._lock:
-            return self._done.get(call)
+            runs = call in self._writing
+        if runs:
+            about_to_wait()
+        with self._lock:
+            self._lock.wait_for(lambda: call not in self._writing)
+            self._writing.add(call)
+            return self._wrote.get(call)
+
+    def end(self, call: tuple[int, int], wrote: NDArray[np.uint8] | None) -> None:
+        """Ends a write, and notes what it did in case the reply is lost. None: it is to be done if it comes again."""
+        with self._lock:
+            self._writing.discard(call)
+            self._lock.notify_all()
+            if wrote is None:
+                return
+            self._wrote[call] = wrote
+            if len(self._wrote) > _REMEMBERED:
+                self._wrote.popitem(last=False)
 
 
 class PeerClaims:
@@ -349,7 +364,7 @@ class PeerCalls:
 
         Args:
             call: number of the client and of its call, the same when it is sent again.
-            again: it was sent before, and its reply was lost.
+            again: it was sent before, and may have run: its reply was lost.
             versions: of the claims, for rows that have to be claimed again.
             known: appends of a row that the client knows of.
             how, task, axis, rows, generations, claims, sources, lengths, item, merges, parts, timeout_s, durable: as
@@ -362,7 +377,7 @@ class PeerCalls:
         call = _call_number(call)
         if how == REWRITE:
             rows, generations = _claimed_rows(task, rows, generations)
-            own, merges = None, False
+            merges = False
         else:
             rows, generations, claims, versions = _claimed_rows(task, rows, generations, claims, versions)
         if not 0 < task < len(self._plan.tasks) or axis != (self._plan.appended_axis(task) if how == APPEND else 0):
@@ -372,16 +387,48 @@ class PeerCalls:
         self._check_values(self._written(how, task, merges), sources, lengths, len(rows), marked)
         if how != APPEND:
             self._may_wait_for_disk(durable)
+        before, wrote = self._shared.begin(call), None
+        try:
+            if before is not None and (not again or (before == DONE).all()):
+                wrote = before
+            else:
+                what = (how, task, axis, rows, generations, claims, versions, sources, lengths, item, merges, parts)
+                wrote = self._write(*what, known, within_s, again)
+                if before is not None:
+                    wrote[before == DONE] = DONE
+        finally:
+            self._shared.end(call, None if wrote is None or (wrote == WAITS).any() else wrote)
+        if how != APPEND:
+            self._native.settle_journal("put", durable)
+        return wrote
+
+    def _write(
+        self,
+        how: int,
+        task: int,
+        axis: int,
+        rows: Any,
+        generations: Any,
+        claims: Any,
+        versions: Any,
+        sources: Any,
+        lengths: Any,
+        item: int,
+        merges: bool,
+        parts: Any,
+        known: int,
+        within_s: float,
+        again: bool,
+    ) -> NDArray[np.uint8]:
+        own = found = None
         if how != REWRITE:
-            before = self._shared.recall(call) if again else None
-            if before is not None:
-                self._native.settle_journal("put", durable)
-                return before
             own, found = self._mine(task, rows, generations, claims, versions)
             if how == APPEND or merges:
-                state = self._appends_lost(task, rows, generations, own, found, known, how == APPEND and again)
-                if state is not None:
-                    return state
+                there = self._appended_before(task, rows, generations, own, found)
+                if there is not None and there != known:
+                    if how == APPEND and again and there == known + 1:
+                        return np.full(1, DONE, np.uint8)
+                    self._give_up(task, rows, generations, own)
         arguments = (how, task, axis, rows, generations, own, sources, lengths, item, bool(merges), parts, 0)
         try:
             wrote = self._native.write_rows(*arguments, 0.0)
@@ -391,21 +438,15 @@ class PeerCalls:
                 wrote[waits] = self._native.write_rows(*arguments, within_s)[waits]
         except StaleClaimError:
             wrote = np.full(len(rows), STALE, np.uint8)
-        if how == REWRITE:
-            self._native.settle_journal("put", durable)
+        if how != PUT or own is None:
             return wrote
-        if again and how == PUT:
+        if again:
             wrote[found == _PUT] = DONE
             for i in np.flatnonzero((wrote == STALE) & (own == NO_CLAIM)).tolist():
                 if self._was_put(task, rows[i : i + 1], generations[i : i + 1], sources, lengths, i):
                     wrote[i] = DONE
-        if how == PUT and own is not None:
-            ended = np.flatnonzero(wrote != WAITS)
-            self._forget(task, rows[ended], generations[ended], own[ended])
-        if not (wrote == WAITS).any():
-            self._shared.remember(call, wrote)
-        if how == PUT:
-            self._native.settle_journal("put", durable)
+        ended = np.flatnonzero(wrote != WAITS)
+        self._forget(task, rows[ended], generations[ended], own[ended])
         return wrote
 
     def _may_wait_for_disk(self, durable: bool) -> None:
@@ -444,20 +485,17 @@ class PeerCalls:
                 return False
         return True
 
-    def _appends_lost(
-        self, task: int, rows: Any, generations: Any, own: Any, found: Any, known: int, again: bool
-    ) -> NDArray[np.uint8] | None:
-        """Of a row that was claimed again: that its appends are not those which the client knows; None: they are."""
+    def _appended_before(self, task: int, rows: Any, generations: Any, own: Any, found: Any) -> int | None:
+        """How many appends a row has that was claimed again just now; None: it is no such row."""
         if len(rows) != 1 or found[0] != _CLAIMED or own[0] == NO_CLAIM:
             return None
-        there = self._appended(task, int(rows[0]), int(generations[0]), int(own[0]))
-        if there == known:
-            return None
-        if again and there == known + 1:
-            return np.array([DONE], np.uint8)
+        return self._appended(task, int(rows[0]), int(generations[0]), int(own[0]))
+
+    def _give_up(self, task: int, rows: Any, generations: Any, own: NDArray[np.uint16]) -> None:
+        """Releases rows that lack what was appended to them. They are not the peer's any more, as `own` then says."""
         self._native.release_rows(task, rows, generations, own)
         self._forget(task, rows, generations, own)
-        return np.array([STALE], np.uint8)
+        own[:] = NO_CLAIM
 
     def _check_values(self, wanted: Sequence[str], sources: Any, lengths: Any, n: int, marked: str | None) -> None:
         """Raises `MessageError` unless sources have all of these fields, and the items that `lengths` (n, axes) says.
@@ -567,12 +605,20 @@ class PeerCalls:
         bounds = {axis: tuple(found.axis(self._plan.axis(axis))) for axis in its}
         return values, bounds, found.torn(), found.unready(), found.versions()
 
-    def appended(self, task: int, row: int, generation: int, claim: int, version: int, fields: Any) -> Any:
-        """As the native `appended_parts`, of a row of the peer's."""
+    def appended(self, task: int, row: int, generation: int, claim: int, version: int, known: int, fields: Any) -> Any:
+        """As the native `appended_parts`, of a row of the peer's.
+
+        Args:
+            task, row, generation, claim, fields: as there.
+            version, known: as for `write`.
+        """
         self._check()
         kinds = ((row, "u4"), (generation, "u4"), (claim, "u2"), (version, "i8"))
         rows, generations, claims, versions = (np.array([each], kind) for each, kind in kinds)
-        own, _ = self._mine(task, rows, generations, claims, versions)
+        own, found = self._mine(task, rows, generations, claims, versions)
+        there = self._appended_before(task, rows, generations, own, found)
+        if there is not None and there < known:
+            self._give_up(task, rows, generations, own)
         return self._native.appended_parts(task, row, generation, int(own[0]), list(fields))
 
     def stale(self, rows: Any, generations: Any) -> NDArray[np.uint8]:
