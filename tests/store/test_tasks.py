@@ -353,6 +353,8 @@ def test_fields_that_may_not_be_there_yet_are_not_read(store: gt.Store) -> None:
         claim["ref"]
     with pytest.raises(FieldError, match="did you mean 'prompt'"):
         claim["promt"]
+    with pytest.raises(FieldError, match=r"not 0. Iterate over its rows: .*or \(row,\) = claim"):
+        claim[0]
     assert store.claim("ref").lengths("tokens").tolist() == [sum(grpo.lengths_of(0))]
 
 

@@ -161,8 +161,11 @@ class RowPlan:
         """Raises `FieldError` for what is no field, or one that may not be there when a task is due."""
         label, known = list(self.tasks)[task - 1], self.readable(task)
         if not isinstance(name, str) or name not in self.fields:
+            by_place = isinstance(name, slice) or hasattr(name, "__index__")
+            rows = ". Iterate over its rows: for row in claim, or (row,) = claim where it has one"
             raise FieldError(
-                f"a claim of {label!r} has the fields {some_of(known)}, not {shown(name)}{did_you_mean(name, known)}"
+                f"a claim of {label!r} has the fields {some_of(known)}, not {shown(name)}"
+                f"{rows if by_place else did_you_mean(name, known)}"
             )
         if name not in known:
             writer = list(self.tasks)[self.writer[name] - 1]
