@@ -224,7 +224,7 @@ class Round:
         self.figures["calls"] += max(0, worker.beats)
 
     def _last_words(self, worker: Worker) -> str:
-        return worker.log.read_text(errors="replace")[-4000:] if worker.log.exists() else ""
+        return worker.log.read_text(errors="replace") if worker.log.exists() else ""
 
     def _end(self) -> None:
         """All processes end: asked to, or by SIGKILL in the middle of what they do."""

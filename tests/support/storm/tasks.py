@@ -57,6 +57,7 @@ class Event(NamedTuple):
     at_ns: int
     what: str
     values: list[Any]
+    process: str = ""
 
 
 class Notes:
@@ -79,8 +80,30 @@ def events(folder: Path) -> list[Event]:
         for line in path.read_text().splitlines(keepends=True):
             if line.endswith("\n"):  # else it was killed within it
                 at_ns, what, *values = json.loads(line)
-                found.append(Event(at_ns, what, values))
+                found.append(Event(at_ns, what, values, path.name))
     return sorted(found, key=lambda event: event.at_ns)
+
+
+def effective(noted: list[Event]) -> list[Event]:
+    """The events without the beginnings of work in which nothing was written.
+
+    Whoever reads a row may have lost its claim with the server before it notes that it begins: another has done the
+    task meanwhile, and it writes nothing.
+    """
+    found: list[Event] = []
+    then: dict[str, Event] = {}  # what a process notes next
+    for event in reversed(noted):
+        after, then[event.process] = then.get(event.process), event
+        if event.what != "begins" or (after is not None and _written(after) == event.values[:2]):
+            found.append(event)
+    return found[::-1]
+
+
+def _written(event: Event) -> list[Any] | None:
+    """Task and number of the row that an event tells a write of."""
+    if event.what == "appended":
+        return ["answer", event.values[0]]
+    return event.values if event.what == "did" else None
 
 
 def open_store(part: Part) -> gt.Store:
@@ -302,7 +325,8 @@ class TaskRound(Round):
             for role in self.crew():
                 self._begin(role, None)
         else:
-            super().fault(victim, store)
+            servers = [worker for worker in self.workers if worker.role == "server"]
+            super().fault(self.choose.choice([victim, *servers]), store)
 
     def _drain(self) -> None:
         """All processes do what is left, and end by themselves; a server is asked to when the others have ended."""
@@ -329,7 +353,7 @@ def prove(store: gt.Store, noted: list[Event], figures: Counter[str]) -> list[st
     did: Counter[tuple[str, int]] = Counter()
     appended: dict[int, dict[int, int]] = defaultdict(dict)
     clock, again, lost = 0, [], []
-    for event in noted:
+    for event in effective(noted):
         values = event.values
         if event.what == "trained":
             trained[values[0]].add(json.dumps(values[1:]))
