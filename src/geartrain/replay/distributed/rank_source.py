@@ -2,7 +2,7 @@
 
 A source has the ranks draw each batch together, until all of them have all of their rows. It sends priority updates
 along with the draws, and leaves the group when this rank fails. How rows are read and moved is a subclass's own:
-rank_rows.py for rows and windows of equal shapes, packed_ranks.py for rows of any length.
+rank_rows.py for rows and windows of equal shapes, packed_rank_rows.py for rows of any length.
 """
 
 from __future__ import annotations
