@@ -19,8 +19,8 @@ from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError, PeerLostError, SchemaError, WaitTimeoutError
-from geartrain.replay.distributed.draw import ShardedSampler
 from geartrain.replay.distributed.packed_rank_rows import PackedRankRows
+from geartrain.replay.distributed.sharded_sampler import ShardedSampler
 from geartrain.selection import Epochs, Fifo, Lifo, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 

@@ -2,7 +2,7 @@
 
 The steps are those of rank_rows.py. Two are different, because the ranks do not know the lengths of rows:
 
-    3. draw        as there (draw.py)
+    3. draw        as there (sharded_sampler.py)
     3a. tell       the leader of each shard tells all ranks the keys and lengths of its drawn rows      one message each
     4. assign      every rank computes alike which replica trains on a row: by number of rows, or by cost          none
     5. read        rows from shared memory, by a rank that has their shard                                         none
@@ -39,10 +39,10 @@ from geartrain.replay.batch_lengths import BatchLengths
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.assignment import Assigner
-from geartrain.replay.distributed.draw import CommonError, DrawnBatch
 from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.rank_source import RankSource
 from geartrain.replay.distributed.read_agreement import RowsLostError
+from geartrain.replay.distributed.sharded_sampler import CommonError, DrawnBatch
 from geartrain.replay.kept_rows import KeptRows
 from geartrain.replay.packed_batch import PackedBatch, axes_of, check_room, packed_batch, repeated_probability, room_of
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
@@ -271,7 +271,7 @@ class PackedRankRows(RankSource):
             keeper = self._kept
             run_on_all_ranks(group, lambda: keeper.hold() if self._leads else None)
         self._admitted = False  # the batch that is built, by rate limiters
-        self.exchange = self.sampler.exchange_of(idle=False)
+        self.exchange = self.sharded.exchange_of(idle=False)
 
     @property
     def callbacks(self) -> list[str]:
@@ -305,13 +305,13 @@ class PackedRankRows(RankSource):
         traffic, sent_bytes = self.traffic, self.group.sent_bytes
         repeated = None if self._kept is None else self._agree_on_kept(self._kept, step)
         if repeated is not None:
-            self.sampler.settle(step, updates, self.exchange)
+            self.sharded.settle(step, updates, self.exchange)
             drawn = DrawnBatch([0], state, [repeated])
         else:
             if not self._admitted:
                 self.admission.wait(step, admission)
                 self._admitted = True
-            drawn = self.sampler.draw_all(step, state, updates, self.admission.quotas(step), self.exchange)
+            drawn = self.sharded.draw_all(step, state, updates, self.admission.quotas(step), self.exchange)
             self.admission.keep(admission, drawn.sampled)
         found, version, lengths = self._tell(step, drawn)
         lengths, reader = self._assign(found.shard, lengths)
@@ -333,7 +333,7 @@ class PackedRankRows(RankSource):
         mine = _message(step, [np.array([kept.told, len(places)]), places])
         told = [_Message(each, peer) for peer, each in enumerate(self.members.all_to_all([mine] * self.group.size))]
         heads = np.array([message.take(np.int64, 3) for message in told])
-        self.sampler.check_ranks([(self.sampler.fingerprint, each) for each in heads[:, 0].tolist()], step)
+        self.sharded.check_ranks([(self.sharded.fingerprint, each) for each in heads[:, 0].tolist()], step)
         self._free(kept, int(heads[:, 1].min()))
         of_shards = [told[rank].take(np.uint32, int(heads[rank, 2])) for rank in self.members.stores[0].leaders]
         every, n = np.concatenate(of_shards), self._config.batch_size
@@ -398,7 +398,7 @@ class PackedRankRows(RankSource):
                 other = self._sampler.draw(len(again), step, {}, Redraw(attempt, numbers, rows[~lost]), found.now_ns)
             except (EmptyStoreError, NotEnoughRowsError):
                 break
-            taken = self.sampler.count_mine(0, other.rows, other.generations, step, numbers)
+            taken = self.sharded.count_mine(0, other.rows, other.generations, step, numbers)
             rows[again] = np.where(taken, other.rows, NO_ROW)
             generations[again], probability[again] = other.generations, other.probability * found.share
         return _message(_LOST, [])
