@@ -69,8 +69,6 @@ class Group {
   // The fault that ended the group; kind none while it lives.
   Fault fault() const;
   std::string name_of(uint32_t member) const;  // "rank 2", "reducer host:port"
-  // How many operations are complete on all ranks, from the first one on: their buffers are not needed any more.
-  // Lags by an operation or two. Unknown in a ring.
   // Ends the group on all ranks, with that reason. Nothing after close().
   void abort(const std::string& reason);
   // Leaves the group: what other ranks still need of this one as an owner is sent first, within the deadline; and

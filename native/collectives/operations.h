@@ -45,9 +45,9 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   void entered(uint32_t rank) const;
   void left() const;  // a rank has
   // In a group that outlives reducers nobody leaves before all ranks have what it has done: it may be the only one that
-  // has the results of a reducer that is lost next. Tells them that it has done all, and whether they have.
-  void tell_complete();
-  bool all_complete() const;
+  // has the results of a reducer that is lost next.
+  void tell_complete();       // tells all ranks how many operations this one has done
+  bool all_complete() const;  // whether all ranks have done all that there are
   // Whether a rank that is gone owes something here.
   bool owes(uint32_t rank) const;
   // Whether other ranks may still need this one.

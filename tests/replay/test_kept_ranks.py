@@ -17,7 +17,7 @@ from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import NotEnoughRowsError
-from geartrain.replay.distributed.packed_ranks import PackedRankRows
+from geartrain.replay.distributed.packed_rank_rows import PackedRankRows
 from geartrain.selection import Fifo, Lifo, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 

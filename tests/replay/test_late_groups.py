@@ -15,7 +15,7 @@ from deadlines import patience
 from replay_calls import replay_of
 
 import geartrain as gt
-import geartrain.replay.distributed.draw as draw
+import geartrain.replay.distributed.sharded_sampler as sharded_sampler
 import geartrain.replay.sampler as sampler
 from geartrain.errors import ArgumentError, FieldError, NotEnoughRowsError, SplitGroupError, WaitTimeoutError
 from geartrain.replay.distributed.rank_reader import RankReader
@@ -59,7 +59,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
             return time.time_ns() + int(self.ahead_s * 1e9)
 
     made = Clock()
-    for module in (sampler, draw):
+    for module in (sampler, sharded_sampler):
         monkeypatch.setattr(module, "now_ns", made)
     return made
 

@@ -92,8 +92,8 @@ def ranked(rows: list[dict[str, Any]], ranks: list[int], replicas: int, step: in
     whole.mini_batches(1)
     for me, (batch, share) in enumerate(zip(batches, shares, strict=True)):
         places = np.array(share, np.int64)
-        mine = dataclasses.replace(whole._digest, rank=np.array(ranks), me=me, replicas=replicas, places=places)
-        object.__setattr__(batch, "_digest", mine)
+        mine = dataclasses.replace(whole._lengths, replica=np.array(ranks), me=me, replicas=replicas, places=places)
+        object.__setattr__(batch, "_lengths", mine)
         object.__setattr__(batch, "step", step)
     return batches
 
@@ -433,7 +433,7 @@ def test_values_are_gathered_on_the_device_of_the_batch() -> None:
     with pytest.raises(NotImplementedError):
         moved["ids"].tolist()
     next(batch.mini_batches(2))  # which counts what is True
-    object.__setattr__(moved, "_digest", batch._digest)
+    object.__setattr__(moved, "_lengths", batch._lengths)
     [mini] = moved.mini_batches(2)
     for micro in mini.micro_batches(max_items=100, of="tokens"):
         for found in (micro["ids"], micro["hidden"], micro.expand("uid"), micro.cu_seqlens, micro.rows):

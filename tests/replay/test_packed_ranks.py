@@ -19,8 +19,8 @@ from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError, PeerLostError, SchemaError, WaitTimeoutError
-from geartrain.replay.distributed.draw import ShardedSampler
-from geartrain.replay.distributed.packed_ranks import PackedRankRows
+from geartrain.replay.distributed.packed_rank_rows import PackedRankRows
+from geartrain.replay.distributed.sharded_sampler import ShardedSampler
 from geartrain.selection import Epochs, Fifo, Lifo, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
@@ -130,16 +130,16 @@ def test_every_rank_knows_the_lengths_of_the_whole_batch_and_who_has_which_row(a
     for balance in (None, "tokens"):
         batches, parts, _ = over_ranks(axes_stores(2), 4, Uniform(seed=1), B, num_batches=1, balance=balance)
         for rank, part in enumerate(parts[0]):
-            digest = part._digest
-            assert (digest.me, digest.replicas, len(digest)) == (rank, 4, B)
-            assert digest.places.tolist() == part.draw.tolist() == np.asarray(part.keys.draw).tolist()
-            assert sorted(digest.places.tolist()) == np.flatnonzero(digest.rank == rank).tolist()
+            lengths = part._lengths
+            assert (lengths.me, lengths.replicas, len(lengths)) == (rank, 4, B)
+            assert lengths.places.tolist() == part.draw.tolist() == np.asarray(part.keys.draw).tolist()
+            assert sorted(lengths.places.tolist()) == np.flatnonzero(lengths.replica == rank).tolist()
             for name, axis in (("ids", "tokens"), ("prompt", "prompt"), ("length", "answers")):
-                assert digest.lengths[axis].tolist() == [len(row[name]) for row in batches[0]]
-            counts, flat = digest.parts["tokens"]
+                assert lengths.lengths[axis].tolist() == [len(row[name]) for row in batches[0]]
+            counts, flat = lengths.parts["tokens"]
             assert counts.tolist() == [len(row["length"]) for row in batches[0]]
             assert flat.tolist() == [each for row in batches[0] for each in row["length"]]
-            assert {name: each.tolist() for name, each in digest.sums.items()} == {
+            assert {name: each.tolist() for name, each in lengths.sums.items()} == {
                 "mask": [sum(row["mask"]) for row in batches[0]]
             }
 
@@ -188,7 +188,7 @@ def test_received_values_are_tensors_that_can_be_moved_and_pickled(axes_stores: 
         assert part["ids"].dtype == torch.int32 and part["mask"].dtype == torch.bool
         for other in (pickle.loads(pickle.dumps(part)), part.to("cpu"), part.clone()):
             assert rows_of(other) == rows_of(part) and other.draw.equal(part.draw)
-            assert other._digest.places.tolist() == part._digest.places.tolist()
+            assert other._lengths.places.tolist() == part._lengths.places.tolist()
 
 
 def test_priorities_go_to_the_rows_shards(axes_stores: Make) -> None:

@@ -13,9 +13,9 @@ from recorded_shards import Episodes
 from replay_calls import replay_of
 
 import geartrain as gt
-import geartrain.replay.distributed.draw as draw
 import geartrain.replay.distributed.members as members
 import geartrain.replay.distributed.read_agreement as read_agreement
+import geartrain.replay.distributed.sharded_sampler as sharded_sampler
 from geartrain.ranks.carrier import Bytes, Message
 from geartrain.ranks.rank_collectives import DIRECT_RANKS
 from geartrain.replay.distributed.messages import rank_status
@@ -183,7 +183,7 @@ def test_groups_beyond_those_that_send_directly_make_the_same_batches(
 
     made = []
     for direct in (DIRECT_RANKS, 1):
-        for module in (draw, members, read_agreement):
+        for module in (sharded_sampler, members, read_agreement):
             monkeypatch.setattr(module, "DIRECT_RANKS", direct)
         stores = sharded_stores(2)
         parts = run_ranks(4, body)

@@ -12,13 +12,13 @@ from rank_batches import B, N, as_record, insert, join, rows, same
 from replay_calls import replay_of
 
 import geartrain as gt
-import geartrain.replay.distributed.draw as draw
 import geartrain.replay.distributed.members as members
 import geartrain.replay.distributed.read_agreement as read_agreement
+import geartrain.replay.distributed.sharded_sampler as sharded_sampler
 from geartrain.errors import EmptyStoreError
 from geartrain.ranks.rank_collectives import DIRECT_RANKS
-from geartrain.replay.distributed.draw import ShardedSampler
 from geartrain.replay.distributed.rank_reader import RankReader
+from geartrain.replay.distributed.sharded_sampler import ShardedSampler
 from geartrain.selection import Draw, Fifo, GroupSampling, Lifo, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
@@ -105,7 +105,7 @@ def test_a_batch_is_drawn_again_where_a_shard_loses_all_its_rows(
 def test_rows_in_order_are_drawn_again_and_none_is_left_out(
     sharded_stores: Callable[..., list[gt.Store]], monkeypatch: pytest.MonkeyPatch, selection: Any, direct: int
 ) -> None:
-    for module in (draw, members, read_agreement):
+    for module in (sharded_sampler, members, read_agreement):
         monkeypatch.setattr(module, "DIRECT_RANKS", direct)
     first, last = stores = sharded_stores(2)
     first.delete(first.keys())

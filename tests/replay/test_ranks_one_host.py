@@ -13,9 +13,9 @@ from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import GeartrainError, StoreIOError
-from geartrain.replay.distributed.draw import ShardedSampler
 from geartrain.replay.distributed.messages import rank_status
 from geartrain.replay.distributed.rank_reader import RankReader
+from geartrain.replay.distributed.sharded_sampler import ShardedSampler
 from geartrain.selection import Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 

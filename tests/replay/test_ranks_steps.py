@@ -19,8 +19,8 @@ from geartrain.errors import (
     SchemaError,
     StoreClosedError,
 )
-from geartrain.replay.distributed.draw import ShardedSampler
 from geartrain.replay.distributed.rank_reader import RankReader
+from geartrain.replay.distributed.sharded_sampler import ShardedSampler
 from geartrain.selection import Epochs, Fifo, Lifo, Limits, Mixture, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 

@@ -68,7 +68,7 @@ def same_batches(name: str, strategy: Any, updates: bool, devices: list[Any] | N
                     slow.update_priorities(host.keys, priorities)
                     fast.update_priorities(found.keys, priorities)
             assert [part["select"] for part in fast.describe()] == ["device"]
-            (copy,) = fast._builder.source.sampler.mirrors
+            (copy,) = fast._builder.source.sharded.mirrors
             copied[rank] = copy.refreshed
         return STEPS
 
@@ -95,7 +95,7 @@ def only_this_replay_updates(name: str, devices: list[Any] | None = None) -> int
                 store, Prioritized(seed=1), 12, window=4, prefetch=0, group=group, device=options, assignment="ordered"
             ) as fast,
         ):
-            (copy,) = fast._builder.source.sampler.mirrors
+            (copy,) = fast._builder.source.sharded.mirrors
             for step in range(6):
                 batch = fast.sample()
                 fast.update_priorities(batch.keys, np.arange(1.0, 1 + len(batch.keys)) * (step + 1))

@@ -20,8 +20,8 @@ from replay_calls import replay_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import geartrain as gt
-import geartrain.replay.distributed.draw as draw
 import geartrain.replay.distributed.read_agreement as read_agreement
+import geartrain.replay.distributed.sharded_sampler as sharded_sampler
 from geartrain.errors import ArgumentError, PeerLostError
 from geartrain.ranks.torch_rank_group import TorchRankGroup
 from geartrain.replay.distributed.messages import flat_bytes
@@ -297,7 +297,7 @@ def dies_in_the_agreement(name: str) -> None:
 
     if rank == 1:  # it takes in Python the steps that the others take natively
         read_agreement.ReadAgreement.exchange = exchange_and_end
-        draw.RADIX = 0
+        sharded_sampler.RADIX = 0
     store = store_of(f"{name}-{rank}", N * rank // 3, N * (rank + 1) // 3)
     replay = replay_of(store, Uniform(seed=1), B, group=dist.group.WORLD, prefetch=0, timeout_s=3)
     seen = []

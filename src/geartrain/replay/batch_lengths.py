@@ -24,28 +24,32 @@ class BatchLengths:
     Ranks that know the same cut the batch alike without a message.
 
     Attributes:
-        rank: (B,) int64, the replica that holds each row.
-        me: this replica.
-        replicas: number of replicas.
         lengths: of each axis, (B,) int64: items of each row.
         parts: of each axis that a field divides, how many parts each row has, (B,) int64, and the items of all parts,
             row after row.
         sums: of each bool field with an axis, (B,) int64: how many items of each row are True.
+        replica: (B,) int64, the replica that has each row.
         places: (n,) int64, the global place of each row of this replica's batch, in the batch's order.
+        me: this replica.
+        replicas: number of replicas.
     """
 
-    rank: NDArray[np.int64]
-    me: int
-    replicas: int
     lengths: dict[str, NDArray[np.int64]]
     parts: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
     sums: dict[str, NDArray[np.int64]]
+    replica: NDArray[np.int64]
     places: NDArray[np.int64]
+    me: int = 0
+    replicas: int = 1
     warned: bool = field(default=False, init=False, repr=False)  # of a sequence that is too long for a micro-batch
 
     def __len__(self) -> int:
         """Rows of the global batch."""
-        return len(self.rank)
+        return len(self.replica)
+
+    def items(self, axis: str | None, places: NDArray[np.int64]) -> int:
+        """Items of an axis in some rows of the global batch; without an axis, one for each row."""
+        return len(places) if axis is None else int(self.lengths[axis][places].sum())
 
 
 def lengths_of_one(
@@ -72,8 +76,7 @@ def lengths_of_one(
         found = plan.fields[name]
         if found.axis is not None and found.dtype == "bool" and not found.shape:
             sums[name] = _true_items(batch[name], batch.bounds_of(found.axis).bounds)
-    here = np.arange(n, dtype=np.int64)
-    return BatchLengths(np.zeros(n, np.int64), 0, 1, lengths, parts, sums, here)
+    return BatchLengths(lengths, parts, sums, np.zeros(n, np.int64), np.arange(n))
 
 
 def _true_items(values: object, bounds: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -77,7 +77,7 @@ class BatchLoader:
         state: the strategies' state before it.
     """
 
-    def __init__(self, builder: BatchBuilder[Any], config: ReplayConfig, stores: Sequence[Store]) -> None:
+    def __init__(self, builder: BatchBuilder, config: ReplayConfig, stores: Sequence[Store]) -> None:
         self.step = 0
         self.state: State = [{} for _ in stores]
         self._builder = builder
@@ -323,7 +323,7 @@ def _drop(batch: StartedBatch) -> None:
     batch.admission.give_back()
 
 
-def _finish(builder: BatchBuilder[Any], started: Any) -> BuiltBatch:
+def _finish(builder: BatchBuilder, started: Any) -> BuiltBatch:
     """The batch that was started, with a slice in the trace for what it took to make it."""
     began_s = time.perf_counter() if trace.on else 0.0
     built = builder.finish(started)
@@ -336,7 +336,7 @@ def _finish(builder: BatchBuilder[Any], started: Any) -> BuiltBatch:
     return built
 
 
-def _end(ahead: Prefetcher[Any], halt: _Flag, timeout_s: float, builder: BatchBuilder[Any]) -> None:
+def _end(ahead: Prefetcher[Any], halt: _Flag, timeout_s: float, builder: BatchBuilder) -> None:
     """Ends the thread of a loader that was dropped, or that the interpreter's end finds.
 
     Other ranks get their part of what was asked for, within the time. But a daemon thread that still waits for a batch

@@ -1,7 +1,4 @@
-"""`BatchBuilder`, the protocol that `Replay` uses to build batches, and the builder for batches in host memory.
-
-The builder in this file samples and reads rows on the CPU. The builder for batches on a GPU is in device/builder.py.
-"""
+"""`BatchBuilder`: builds the batches of a replay, from a `RowSource`; and the priority updates that come back."""
 
 from __future__ import annotations
 
@@ -112,15 +109,15 @@ class StartedBatch(Protocol):
 Started = TypeVar("Started", bound=StartedBatch)
 
 
-class BatchBuilder(Protocol[Started]):
-    """Builds the batch of each step: in host memory, on a device, or jointly with other ranks.
+class RowSource(Protocol[Started]):
+    """Source of the batches of a `BatchBuilder`.
+
+    There are three: the stores of this process (local_rows.py), the same read by a device (device/device_rows.py), and
+    the shards of many ranks (distributed/rank_rows.py).
 
     `start` and `finish` are called on one thread at a time, the prefetch thread if there is one. The consumer's thread
     calls the other methods while no batch is being built. It may call `submit_updates`, `stats`, `describe`, `abort`
     and `close` at any time.
-
-    If `start` or `finish` raises, it gives back the rows that rate limiters admitted for the batch. If a batch is
-    dropped after that and before it reaches the consumer, the code that drops it gives them back.
 
     Attributes:
         samplers: one for each store.
@@ -141,15 +138,23 @@ class BatchBuilder(Protocol[Started]):
     overlaps: bool
     collective: bool
 
+    @property
+    def callbacks(self) -> Sequence[str]:
+        """The parts of a batch that Python code is called for, by name."""
+        ...
+
     def enter(self) -> None:
         """Called first on a prefetch thread."""
         ...
 
-    def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> Started:
-        """Starts the batch of a step, with the priority updates that came with its request.
+    def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> Started:
+        """Applies the updates that are due, and draws and reads the batch of a step: all of it unless `overlaps`.
 
         Updates that have reached their stores, or wait there, are taken out of the list: they are not given again when
         the batch fails.
+
+        Args:
+            admission: to which what rate limiters admit is added, by now or by the end of `finish`.
         """
         ...
 
@@ -158,7 +163,7 @@ class BatchBuilder(Protocol[Started]):
         ...
 
     def finish(self, started: Started) -> BuiltBatch:
-        """The batch, once all of its rows are known to be whole."""
+        """The batch, once all of its rows are known to be whole. Called where `overlaps`."""
         ...
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
@@ -181,8 +186,8 @@ class BatchBuilder(Protocol[Started]):
         """Forgets what later batches have used, and updates that wait, before the state of an earlier one is loaded."""
         ...
 
-    def stats(self) -> dict[str, Any]:
-        """`built` (batches), `make_s`, `redrawn` and `path`; and more over ranks."""
+    def stats(self, make_s: float) -> dict[str, Any]:
+        """Figures beside those of all sources, whose batches took so many seconds."""
         ...
 
     def describe(self) -> list[dict[str, Any]]:
@@ -198,65 +203,12 @@ class BatchBuilder(Protocol[Started]):
         ...
 
 
-class RowSource(Protocol[Started]):
-    """Source of the batches of a `HostBatchBuilder`: the stores of this process, or the shards of many ranks.
+class BatchBuilder:
+    """Builds the batch of each step: waits for the rate limiters, has the source draw and read its rows, transforms it.
 
-    Methods and attributes that a `BatchBuilder` also has are those of the builder.
-    """
-
-    samplers: list[StoreSampler]
-    store_ids: list[int]
-    rows: int
-    update_lag: int | None
-    overlaps: bool
-    collective: bool
-
-    @property
-    def callbacks(self) -> Sequence[str]:
-        """The parts of a batch that Python code is called for, by name."""
-        ...
-
-    def enter(self) -> None: ...
-
-    def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> Started:
-        """Applies the updates that are due, and draws and reads the batch of a step: all of it unless `overlaps`.
-
-        Args:
-            admission: to which what rate limiters admit is added, by now or by the end of `finish`.
-        """
-        ...
-
-    def ready(self, started: Started) -> bool: ...
-
-    def finish(self, started: Started) -> BuiltBatch:
-        """Called where `overlaps`."""
-        ...
-
-    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None: ...
-
-    def settle(self, step: int, updates: list[PriorityUpdate]) -> None: ...
-
-    def restart(self) -> None: ...
-
-    def rewind(self) -> None: ...
-
-    def stats(self, make_s: float) -> dict[str, Any]:
-        """Figures beside those of all builders, whose batches took so many seconds."""
-        ...
-
-    def describe(self) -> list[dict[str, Any]]: ...
-
-    def abort(self, reason: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class HostBatchBuilder:
-    """Builds batches that the host draws and reads; see `BatchBuilder`.
-
-    For each batch it waits for the rate limiters, applies the due priority updates, draws, reads and weighs rows of the
-    source, and transforms the batch. If the source is the shards of many ranks, its assembler may move the rows to a
-    device.
+    Methods and attributes that a `RowSource` also has are those of the source. If `start` or `finish` raises, it gives
+    back the rows that rate limiters admitted for the batch. If a batch is dropped after that and before it reaches the
+    consumer, the code that drops it gives them back.
 
     Args:
         source: source of the rows.
@@ -271,41 +223,43 @@ class HostBatchBuilder:
         self.update_lag = source.update_lag
         self.overlaps = source.overlaps
         self.collective = source.collective
-        #: See `BatchBuilder`. The source's own: consumers call it as often as they ask for batches.
+        #: The source's own: consumers call it as often as they ask for batches.
         self.submit_updates: Callable[..., int | None] = source.submit_updates
         self._transform = transform
         self._make_s = 0.0
         self._built = 0
 
     def enter(self) -> None:
+        """Called first on a prefetch thread."""
         self.source.enter()
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> Any:
-        """All but the transform is done when this returns, unless `overlaps`."""
+        """Starts the batch of a step. All but the transform is done when this returns, unless `overlaps`."""
         began_s = time.perf_counter()
         with Admission() as admission:
             started = self.source.start(step, state, updates, admission)
         if not self.overlaps:
-            self._note(started, began_s)
+            started.make_s = time.perf_counter() - began_s
+            self._built += 1
+        self._make_s += time.perf_counter() - began_s
         return started
 
     def ready(self, started: Any) -> bool:
+        """Whether `finish` would not wait for other ranks."""
         return not self.overlaps or self.source.ready(started)
 
     def finish(self, started: Any) -> BuiltBatch:
+        """The batch, transformed."""
         built: BuiltBatch = started
         if self.overlaps:
+            began_s = time.perf_counter()
             with started.admission:
                 built = self.source.finish(started)
-            self._note(built, started.began_s)
+            self._make_s += time.perf_counter() - began_s
+            self._built += 1
         if self._transform is not None:
             self._apply(self._transform, built)
         return built
-
-    def _note(self, built: BuiltBatch, began_s: float) -> None:
-        built.make_s = time.perf_counter() - began_s
-        self._make_s += built.make_s
-        self._built += 1
 
     def _apply(self, transform: Callable[[Batch], Any], built: BuiltBatch) -> None:
         began_s = time.perf_counter()
@@ -334,8 +288,13 @@ class HostBatchBuilder:
 
     def stats(self) -> dict[str, Any]:
         callbacks = [*self.source.callbacks, *([] if self._transform is None else ["transform"])]
-        figures = build_stats(self._built, self._make_s, self.samplers)
-        return {**figures, **self.source.stats(self._make_s), "path": path_of(callbacks)}
+        return {
+            "built": self._built,
+            "make_s": self._make_s,
+            "redrawn": sum(sampler.redrawn for sampler in self.samplers),
+            **self.source.stats(self._make_s),
+            "path": f"native, calls {', '.join(dict.fromkeys(callbacks))}" if callbacks else "native",
+        }
 
     def describe(self) -> list[dict[str, Any]]:
         return self.source.describe()
@@ -410,31 +369,18 @@ def raised(priorities: NDArray[np.float64], alpha: float) -> NDArray[np.float64]
         return powers
 
 
-def path_of(callbacks: Sequence[str]) -> str:
-    """How a batch is made: by native code, apart from its callbacks into Python."""
-    return f"native, calls {', '.join(dict.fromkeys(callbacks))}" if callbacks else "native"
-
-
-def build_stats(built: int, make_s: float, samplers: Sequence[StoreSampler]) -> dict[str, float]:
-    """Entries of `stats` that every builder has."""
-    return {"built": built, "make_s": make_s, "redrawn": sum(sampler.redrawn for sampler in samplers)}
-
-
 __all__ = [
     "BatchBuilder",
     "BuiltBatch",
-    "HostBatchBuilder",
     "PriorityUpdate",
     "RowSource",
     "StartedBatch",
     "State",
     "apply_checked",
     "apply_updates",
-    "build_stats",
     "check_priorities",
     "given_priorities",
     "nothing",
-    "path_of",
     "places_of",
     "raised",
 ]

@@ -1,19 +1,16 @@
-"""Chooses the batch builder of a replay, and the source of its rows.
-
-The rows come from the stores of this process, or from the shards of many ranks.
-"""
+"""Makes the batch builder of a replay, with the source that its options ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from geartrain.errors import ArgumentError
 from geartrain.ranks.rank_collectives import run_on_all_ranks
 from geartrain.ranks.rank_group import RankGroup, SingleRank
 from geartrain.ranks.topology import Mesh, topology_of
 from geartrain.ranks.torch_rank_group import as_rank_group
-from geartrain.replay.builder import BatchBuilder, HostBatchBuilder
+from geartrain.replay.builder import BatchBuilder
 from geartrain.replay.config import ReplayConfig, make_samplers
 from geartrain.replay.epochs import check_epochs
 from geartrain.replay.groups import check_grouping, device_for
@@ -36,7 +33,7 @@ def open_builder(
     config: ReplayConfig,
     group: ProcessGroup | RankGroup | None,
     mesh: Mesh | None,
-) -> tuple[BatchBuilder[Any], Callable[[], object] | None]:
+) -> tuple[BatchBuilder, Callable[[], object] | None]:
     """The builder, and what releases what it holds besides memory.
 
     Raises:
@@ -61,24 +58,24 @@ def open_builder(
     def make() -> list[StoreSampler]:
         return make_samplers(stores, selection, config)
 
-    def local(samplers: list[StoreSampler], lag: int | None, group: RankGroup | None) -> HostBatchBuilder:
+    def local(samplers: list[StoreSampler], lag: int | None, group: RankGroup | None) -> BatchBuilder:
         if packed:
             check_room([room_of(store) for store in stores], config)
         rows = LocalRows(samplers, selection, config.batch_size, lag, config.extra_lag, group)
-        return HostBatchBuilder(rows, config.transform)
+        return BatchBuilder(rows, config.transform)
 
     if group is None and mesh is None:
         if device is None:
             return local(make(), config.update_lag, None), None
         if config.update_lag is None:
-            from geartrain.replay.device.builder import DeviceBatchBuilder
+            from geartrain.replay.device.device_rows import DeviceRows
 
-            on_device = DeviceBatchBuilder(make(), selection, config.batch_size, device)
-            return on_device, on_device.close
+            on_device = DeviceRows(make(), selection, config.batch_size, device)
+            return BatchBuilder(on_device), on_device.close
         group = SingleRank()  # a group of one, whose updates wait as those of any group
     from geartrain.replay.distributed.lagged_rows import LaggedRows, check_lag
     from geartrain.replay.distributed.members import join_job
-    from geartrain.replay.distributed.packed_ranks import PackedRankRows
+    from geartrain.replay.distributed.packed_rank_rows import PackedRankRows
     from geartrain.replay.distributed.rank_rows import RankRows
 
     topology = topology_of(group, mesh)
@@ -99,11 +96,11 @@ def open_builder(
             return local(samplers, config.prefetch + config.extra_lag, ranks), None
         if packed:
             ragged = PackedRankRows(samplers, selection, config, ranks, topology.position)
-            return HostBatchBuilder(ragged, config.transform), None
+            return BatchBuilder(ragged, config.transform), None
         source = LaggedRows if config.extra_lag else RankRows
         rows = source(samplers, selection, config, ranks, topology.position, members)
     except BaseException:
         if ranks is not group:
             ranks.close()
         raise
-    return HostBatchBuilder(rows, config.transform), rows.assembler.close
+    return BatchBuilder(rows, config.transform), rows.assembler.close

@@ -22,7 +22,7 @@ from geartrain.replay.builder import (
     places_of,
 )
 from geartrain.replay.later_updates import LaterUpdates
-from geartrain.replay.native_batch import BatchPlan, GlobalNativeBatch, NativeBatch, native_batch
+from geartrain.replay.native_batch import BatchPlan, global_batch, native_batch
 from geartrain.replay.packed_batch import repeated_packed, sampled_packed
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together
@@ -72,7 +72,7 @@ class LocalRows:
         self._selection = selection
         self._transitions = samplers[0].transitions
         self._shown: BatchPlan = self._transitions or samplers[0].plan
-        self._kind = NativeBatch if update_lag is None else GlobalNativeBatch
+        self._make_batch = native_batch if update_lag is None else global_batch
         self._group = group
         self._only = self.store_ids[0] if len(samplers) == 1 else None
         self._per_step = samplers[0].plan.store.per_step
@@ -112,7 +112,7 @@ class LocalRows:
         if self._transitions is not None:
             self._transitions.settle(rows)  # which asks functions of the user's
         self._read += len(rows)
-        return BuiltBatch(native_batch(rows, self._shown, step, self.store_ids, self._kind), after, admission=admission)
+        return BuiltBatch(self._make_batch(rows, self._shown, step, self.store_ids), after, admission=admission)
 
     def _packed(self, reader: PackedReader, step: int, state: State, admission: Admission) -> BuiltBatch:
         sampler, store_id = self.samplers[0], self.store_ids[0]

@@ -150,8 +150,8 @@ class MiniBatch(SelectedFields):
         known = self._known
         row_of, costs = self._all_sequences(axes, by)
         chosen = self._member[row_of]
-        rank = known.rank[row_of]
-        packed = [_packed(_longest_first(costs[chosen & (rank == r)])[1], most) for r in range(known.replicas)]
+        replica = known.replica[row_of]
+        packed = [_packed(_longest_first(costs[chosen & (replica == r)])[1], most) for r in range(known.replicas)]
         number = max(map(len, packed))
 
         # From here on this rank's sequences, in the order of its batch.

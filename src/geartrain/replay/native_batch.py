@@ -128,52 +128,25 @@ class FetchedBatch(NativeBatch):
 
 
 class GlobalNativeBatch(NativeBatch):
-    """A native batch that is a global one, of one rank: with the numbers of its rows in it."""
-
-    __slots__ = ()
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in ("draw", "keys"):
-            return super().__getattr__(name)
-        value: Any
-        if name == "draw":
-            value = self._plan.as_output(np.arange(len(self)))
-        else:
-            rows = self._rows
-            draw, alone = _numbers_of(len(rows))
-            store: Any = self._store_ids[0]
-            shard = alone if len(self._store_ids) == 1 else rows.shard()
-            if shard is not alone:
-                store = np.array(self._store_ids, np.uint64)[shard]
-            steps = rows.steps() if self._plan.per_step else None
-            value = Keys.of_rows(rows.rows(), rows.generations(), store, shard=shard, draw=draw, step=steps)
-        object.__setattr__(self, name, value)
-        return value
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        made, values = super().__reduce__()
-        return made, (*values, self.draw)
-
-
-class RankNativeBatch(NativeBatch):
-    """A native batch that is one rank's part of a global one."""
+    """A native batch that is a rank's part of a global one, with the numbers of its rows; made by `global_batch`."""
 
     __slots__ = ("_draws",)
-    _draws: NDArray[np.int64]
+    _draws: NDArray[np.int64] | None  # None: this is all of it
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("draw", "keys"):
             return super().__getattr__(name)
         value: Any
         if name == "draw":
-            value = self._plan.as_output(self._draws)
+            value = self._plan.as_output(np.arange(len(self)) if self._draws is None else self._draws)
         else:
-            rows = self._rows
-            shard = rows.shard()
+            rows, ids = self._rows, self._store_ids
+            draw, first_shard = (self._draws, None) if self._draws is not None else _numbers_of(len(rows))
+            shard = first_shard if len(ids) == 1 and first_shard is not None else rows.shard()
             assert shard is not None
-            stores = np.asarray(self._store_ids)[shard]
+            store: Any = ids[0] if shard is first_shard else np.asarray(ids, np.uint64)[shard]
             steps = rows.steps() if self._plan.per_step else None
-            value = Keys.of_rows(rows.rows(), rows.generations(), stores, shard=shard, draw=self._draws, step=steps)
+            value = Keys.of_rows(rows.rows(), rows.generations(), store, shard=shard, draw=draw, step=steps)
         object.__setattr__(self, name, value)
         return value
 
@@ -186,6 +159,7 @@ _put_rows, _put_plan, _put_shown, _put_store_ids, _put_step, _put_keys, _put_pro
     getattr(NativeBatch, name).__set__
     for name in ("_rows", "_plan", "_shown", "_store_ids", "step", "keys", "probability")
 )
+_put_draws = GlobalNativeBatch._draws.__set__  # type: ignore[attr-defined, union-attr]
 
 
 @functools.lru_cache(8)
@@ -230,22 +204,22 @@ def fetched_batch(rows: _native.SampledBatch, fields: BatchPlan, keys: Keys) -> 
     return made
 
 
-def rank_batch(
+def global_batch(
     rows: _native.SampledBatch,
     plan: BatchPlan,
     step: int,
-    shard_ids: NDArray[np.uint64],
-    draws: NDArray[np.int64],
-) -> RankNativeBatch:
+    store_ids: Sequence[int] | NDArray[np.uint64],
+    draws: NDArray[np.int64] | None = None,
+) -> GlobalNativeBatch:
     """The same of a rank's part of a global batch.
 
     Args:
         rows, plan, step: see `native_batch`.
-        shard_ids: (shards,) of all shards, by the numbers that the rows have.
-        draws: (n,) the rows' numbers in the global batch.
+        store_ids: of all shards, by the numbers that the rows have.
+        draws: (n,) the rows' numbers in the global batch; None where this is all of it.
     """
-    made: RankNativeBatch = native_batch(rows, plan, step, shard_ids, RankNativeBatch)
-    object.__setattr__(made, "_draws", draws)
+    made: GlobalNativeBatch = native_batch(rows, plan, step, store_ids, GlobalNativeBatch)
+    _put_draws(made, draws)
     return made
 
 
@@ -268,9 +242,8 @@ __all__ = [
     "FetchedBatch",
     "GlobalNativeBatch",
     "NativeBatch",
-    "RankNativeBatch",
     "fetched_batch",
+    "global_batch",
     "keys_of",
     "native_batch",
-    "rank_batch",
 ]

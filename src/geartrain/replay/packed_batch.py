@@ -39,9 +39,9 @@ class PackedBatch(PackedFields, Batch):
     `start` is 0 and `length` is 1 for each row, and there is no mask: such rows have no steps.
     """
 
-    __slots__ = ("_bounds", "_device", "_digest", "_found", "_names", "_output", "_plan", "_shown")
+    __slots__ = ("_bounds", "_device", "_found", "_lengths", "_names", "_output", "_plan", "_shown")
     _found: PackedValues | None  # None: all values are in `_shown`
-    _digest: BatchLengths | None  # of the global batch; None where this is all of it
+    _lengths: BatchLengths | None  # of the global batch; None where this is all of it, and nobody has asked
     _names: Sequence[str]
     _plan: RowPlan
     _output: str
@@ -70,11 +70,11 @@ class PackedBatch(PackedFields, Batch):
         Raises:
             ArgumentError: `n` does not divide the number of rows, or a number is out of range.
         """
-        if self._digest is None:
+        if self._lengths is None:
             found = lengths_of_one(self, self._plan, self._names, self._known_axes(), len(self))
-            object.__setattr__(self, "_digest", found)
-        assert self._digest is not None
-        return mini_batches(self, self._digest, self.step or 0, n, epochs, seed)
+            object.__setattr__(self, "_lengths", found)
+        assert self._lengths is not None
+        return mini_batches(self, self._lengths, self.step or 0, n, epochs, seed)
 
     def _read(self, names: Sequence[str]) -> None:
         for name in names:
@@ -128,13 +128,13 @@ class PackedBatch(PackedFields, Batch):
         bounds = {axis: self.bounds_of(axis) for axis in self._known_axes()}
         described = {name: None if value is None else change(value) for name, value in _metadata_of(metadata).items()}
         return _made(
-            self._plan, self._output, self._names, shown, bounds, self.keys, described, self.step, digest=self._digest
+            self._plan, self._output, self._names, shown, bounds, self.keys, described, self.step, lengths=self._lengths
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         bounds = {axis: self.bounds_of(axis) for axis in self._known_axes()}
         described = _metadata_of(self)
-        about = (self.keys, described, self.step, None, self._digest)
+        about = (self.keys, described, self.step, None, self._lengths)
         return _made, (self._plan, self._output, self._names, self.fields, bounds, *about)
 
     def __repr__(self) -> str:
@@ -166,7 +166,7 @@ def _made(
     metadata: Mapping[str, Any],
     step: int | None,
     found: PackedValues | None = None,
-    digest: BatchLengths | None = None,
+    lengths: BatchLengths | None = None,
 ) -> PackedBatch:
     made: PackedBatch = object.__new__(PackedBatch)
     device = getattr(metadata["start"], "device", None)
@@ -178,7 +178,7 @@ def _made(
         "_bounds": bounds,
         "_found": found,
         "_device": device,
-        "_digest": digest,
+        "_lengths": lengths,
         "keys": keys,
         "mask": None,
         "step": step,
@@ -199,7 +199,7 @@ def packed_batch(
     probability: NDArray[np.float64] | None = None,
     importance_weights: NDArray[np.float64] | None = None,
     step: int | None = None,
-    digest: BatchLengths | None = None,
+    lengths: BatchLengths | None = None,
 ) -> PackedBatch:
     """A batch of rows that were read.
 
@@ -210,7 +210,7 @@ def packed_batch(
         keys: keys of the rows; of a global batch they have draw numbers.
         version, probability, importance_weights: (n,) of the rows; None where there are none.
         step: number of the batch.
-        digest: of the global batch, where this is a part of one.
+        lengths: of the global batch, where this is a part of one.
     """
     n = len(keys)
     metadata: dict[str, Any] = {
@@ -225,7 +225,7 @@ def packed_batch(
         import torch
 
         metadata = {name: None if value is None else torch.from_numpy(value) for name, value in metadata.items()}
-    return _made(reader.plan, output, reader.names, {}, {}, keys, metadata, step, found, digest)
+    return _made(reader.plan, output, reader.names, {}, {}, keys, metadata, step, found, lengths)
 
 
 def sampled_packed(

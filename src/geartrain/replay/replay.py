@@ -7,8 +7,8 @@ A batch builder (builder.py) runs on a background thread. For each batch it take
 3. copy them,
 4. redraw rows that were overwritten or evicted meanwhile.
 
-The rows come from the stores of this process (local_rows.py) or from the shards of many ranks
-(distributed/rank_rows.py). The batch is built in host memory or on a device (device/builder.py).
+The rows come from a source: the stores of this process (local_rows.py), the same read by a device
+(device/device_rows.py), or the shards of many ranks (distributed/rank_rows.py).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ once the batch was dropped and the consumer's stream has finished with it.
 | `layout` | conversion, packing and scattering within device memory |
 | `priority_mirror` | `DevicePriorities`: a store's priorities in device memory |
 | `mirrors` | `Mirrors`: which stores' rows are drawn on the device |
-| `builder` | `DeviceBatchBuilder` |
+| `device_rows` | `DeviceRows` |
 | `fetch` | `geartrain.fetch(out=)` into tensors on a device |
 """
 

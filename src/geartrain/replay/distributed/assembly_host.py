@@ -21,7 +21,7 @@ from geartrain.replay.builder import nothing
 from geartrain.replay.distributed.rank_reader import RankReader, Target
 from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.replay.fetch_plan import FetchPlan
-from geartrain.replay.native_batch import rank_batch
+from geartrain.replay.native_batch import global_batch
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.strategy import Draw, importance_of
 
@@ -104,7 +104,7 @@ class HostAssembler:
         view = reader.samplers[0].transitions
         if view is not None:
             view.settle(mine)  # which asks functions of the user's
-        return rank_batch(mine, view or reader.plan, step, reader.members.shard_ids, read.draws()), nothing
+        return global_batch(mine, view or reader.plan, step, reader.members.shard_ids, read.draws()), nothing
 
     def empty_batch(self, sampler: StoreSampler, plan: FetchPlan | None, step: int) -> tuple[Batch, Callable[[], None]]:
         view, kind = sampler.transitions, sampler.plan

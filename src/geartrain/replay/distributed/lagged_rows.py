@@ -39,10 +39,10 @@ from geartrain.ranks.topology import MeshPosition
 from geartrain.replay.admission import Admission
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
-from geartrain.replay.distributed.draw import TooFewRowsError
 from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.rank_rows import RankRows
 from geartrain.replay.distributed.read_agreement import ReadAgreement, RowsLostError
+from geartrain.replay.distributed.sharded_sampler import TooFewRowsError
 from geartrain.replay.later_updates import LaterUpdates
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection
@@ -171,7 +171,7 @@ class LaggedRows(RankRows):
     def _tell(self, begun: _Begun, updates: list[PriorityUpdate]) -> None:
         self._apply(begun.step, self._later.due(begun.step))
         self.reader.expire()
-        begun.parts = self.sampler.steps.begin(begun.step, self.sampler.given(updates))
+        begun.parts = self.sharded.steps.begin(begun.step, self.sharded.given(updates))
         updates.clear()
         begun.round = self._rounds.post({rank: begun.parts[rank] for rank in self._others})
 
@@ -179,7 +179,7 @@ class LaggedRows(RankRows):
         received = self._rounds.collect(begun.round, self._others)
         parts, begun.parts = begun.parts, []
         every = [received.get(rank, part) for rank, part in enumerate(parts)]
-        heard, updates = self.sampler.steps.hear(begun.step, every)
+        heard, updates = self.sharded.steps.hear(begun.step, every)
         if heard.changed:
             self._later.keep(begun.step, updates)
         self.traffic.selection_bytes += sum(parts[rank].size for rank in self._others)
@@ -258,7 +258,7 @@ class LaggedRows(RankRows):
 
     def _apply(self, step: int, updates: Sequence[Bytes]) -> None:
         for each in updates:
-            self.sampler.steps.apply(each, self.sampler.change_at(step))
+            self.sharded.steps.apply(each, self.sharded.change_at(step))
 
     # --- priorities, state, leaving ---------------------------------------------------------------------------------
 

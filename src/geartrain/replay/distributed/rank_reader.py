@@ -33,9 +33,9 @@ from geartrain.ranks.rank_group import Bytes
 from geartrain.replay.builder import PriorityUpdate
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.assignment import Assigner, Replica
-from geartrain.replay.distributed.draw import CommonError, DrawnBatch, ShardedSampler
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.read_agreement import ReadAgreement, ReadOutcome
+from geartrain.replay.distributed.sharded_sampler import CommonError, DrawnBatch, ShardedSampler
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.shard import ShardedDraw
 from geartrain.selection.sharded import begins_with_offers, is_independent
@@ -127,7 +127,7 @@ class RankReader:
     """Reads this rank's rows of each batch, for itself and for other ranks.
 
     Args:
-        agreed: configuration of this rank's shards (one for each store) and of the ranks.
+        sharded: draws from this rank's shards (one for each store) and all others.
         config: the replay's configuration.
         near: shards of other ranks that this rank reads.
 
@@ -141,13 +141,13 @@ class RankReader:
         exchange: used by native code to exchange messages with other ranks.
     """
 
-    def __init__(self, agreed: ShardedSampler, config: ReplayConfig, near: NearStores) -> None:
-        samplers, members = agreed.samplers, agreed.members
+    def __init__(self, sharded: ShardedSampler, config: ReplayConfig, near: NearStores) -> None:
+        samplers, members = sharded.samplers, sharded.members
         self.samplers = samplers
         self.members = members
         self.near = near
         self.by_totals = by_totals = near.by_totals
-        self._agreed = agreed
+        self._sharded = sharded
         rank = members.group.rank
         me = members.me
         names = list(samplers[0].arrays)
@@ -197,7 +197,7 @@ class RankReader:
             None if me is None or not me.fields else me.replica,
         )
         self.row_bytes = self.native.row_bytes(rank if me is None else me.rank)
-        self.exchange = agreed.exchange_of(idle=self.idle)
+        self.exchange = sharded.exchange_of(idle=self.idle)
         self._led = [sampler for number, sampler in enumerate(samplers) if members.leads(number) and sampler.expires]
         self._step = 0  # of the batch that is read
         self._after = [0 for _ in samplers]  # sequence numbers that its draws have used, in orders that move on
@@ -244,7 +244,7 @@ class RankReader:
         self, store: int, n: int, attempt: int, numbers: NDArray[np.uint32], kept: NDArray[np.uint32]
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.float64]] | None:
         """Other rows in the place of lost ones, by the strategy's own code; None where there are none."""
-        sampler, cursors = self.samplers[store], self._agreed.cursors
+        sampler, cursors = self.samplers[store], self._sharded.cursors
         state = {"after": self._after[store]} if sampler.moves_on else {}
         try:
             drawn = sampler.draw(n, self._step, state, Redraw(attempt, numbers, kept), self._now_ns[store])
@@ -283,19 +283,19 @@ class RankReader:
             CommonError: there are no rows to draw, or too few.
             PeerLostError: a rank is lost.
         """
-        agreed = self._agreed
+        sharded = self._sharded
         self.expire()
         self._step = step
         batch = self.empty_batch(sum(quotas) // len(self.members.replicas))
-        read = agreed.over_ranks(
+        read = sharded.over_ranks(
             self.native.build,
             batch,
-            agreed.steps,
+            sharded.steps,
             self.exchange,
             step,
             quotas,
-            agreed.given(updates),
-            agreed.change_at(step),
+            sharded.given(updates),
+            sharded.change_at(step),
             self.beta_at(step),
             self._place,
         )
@@ -376,17 +376,17 @@ class RankReader:
         for number, sampler in enumerate(self.samplers):
             sampler.redrawn += read.redrawn[number]
             if sampler.moves_on:
-                self._agreed.cursors[number] = max(self._agreed.cursors[number], read.cursors[number])
+                self._sharded.cursors[number] = max(self._sharded.cursors[number], read.cursors[number])
 
     def check(self, read: _native.RankRead, step: int) -> None:
         """Raises what all ranks have found wrong before they draw: see `build`."""
         if not read.refusal:
             return
         if read.refusal == "disagree":
-            self._agreed.check_ranks(read.status, step)
+            self._sharded.check_ranks(read.status, step)
         elif read.refusal == "few rows":
             store = read.refused_store
-            self._agreed.check_count(store, read.rows[store], read.steps[store])
+            self._sharded.check_count(store, read.rows[store], read.steps[store])
         raise CommonError(
             EmptyStoreError(
                 "no selectable row has a priority above zero"

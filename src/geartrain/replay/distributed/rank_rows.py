@@ -12,8 +12,8 @@ For every batch all ranks take the same steps, in the same order (GEAR, sections
 
 Native code runs steps 1, 2, 4 and 5 for every strategy (native/fetch/rank_steps.h, rank_reader.h). Step 3 is native if
 the draws follow from the shards' totals. Then steps 1 to 5 are one call, and so is step 6 if no row ever moves. Other
-strategies draw in draw.py. The assembler runs step 6: into host memory, through it into a GPU's memory, or from GPU to
-GPU.
+strategies draw in sharded_sampler.py. The assembler runs step 6: into host memory, through it into a GPU's memory, or
+from GPU to GPU.
 
 No rank requests a row, because both ends know which rows move. If a row is overwritten between steps 3 and 5, its
 reader redraws it from the same shard. No other rank has to know. If that shard has no other row, all ranks
@@ -95,7 +95,7 @@ class RankRows(RankSource):
 
         def open_mine() -> None:
             self.assembler = self._open_assembler(config.device, members, config.timeout_s)
-            self.sampler.mirrors = self.assembler.open_mirrors(samplers)
+            self.sharded.mirrors = self.assembler.open_mirrors(samplers)
 
         try:
             run_on_all_ranks(group, open_mine)
@@ -127,7 +127,7 @@ class RankRows(RankSource):
         by_totals = everyone_reads and config.device is None and all(each.by_totals for each in self.samplers)
         near = open_near(self.samplers, self.members, by_totals=by_totals, lagged=config.extra_lag > 0)
         try:
-            return RankReader(self.sampler, config, near)
+            return RankReader(self.sharded, config, near)
         except BaseException:
             near.close()
             raise
@@ -155,7 +155,7 @@ class RankRows(RankSource):
             traffic.selection_bytes += read.selection_bytes
         else:
             sent_bytes = self.group.sent_bytes
-            drawn = self.sampler.draw_all(step, state, updates, quotas, reader.exchange)
+            drawn = self.sharded.draw_all(step, state, updates, quotas, reader.exchange)
             counts, state = drawn.counts, drawn.state
             self.admission.keep(admission, drawn.sampled)
             traffic.selection_bytes += self.group.sent_bytes - sent_bytes

@@ -2,7 +2,7 @@
 
 A source has the ranks draw each batch together, until all of them have all of their rows. It sends priority updates
 along with the draws, and leaves the group when this rank fails. How rows are read and moved is a subclass's own:
-rank_rows.py for rows and windows of equal shapes, packed_ranks.py for rows of any length.
+rank_rows.py for rows and windows of equal shapes, packed_rank_rows.py for rows of any length.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from geartrain.ranks.topology import MeshPosition
 from geartrain.replay.admission import Admission
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, check_priorities
 from geartrain.replay.config import ReplayConfig
-from geartrain.replay.distributed.draw import CommonError, DrawAgainError, ShardedSampler, TooFewRowsError
 from geartrain.replay.distributed.fingerprint import fingerprint_of
 from geartrain.replay.distributed.members import join_job
 from geartrain.replay.distributed.rank_waits import ShardAdmission, wait_for_rows
+from geartrain.replay.distributed.sharded_sampler import CommonError, DrawAgainError, ShardedSampler, TooFewRowsError
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.mixture import Selection
 from geartrain.store.priorities import check_keys_of
@@ -92,7 +92,7 @@ class RankSource(ABC):
     Attributes:
         admission: of each batch by the rate limiters of this rank's shards.
         together: the context of steps that all ranks take.
-        sampler: draws from the shards of all ranks.
+        sharded: draws from the shards of all ranks.
         has_importance: whether rows have importance weights.
         exchange: used by native code to exchange messages with other ranks; set by the subclass.
 
@@ -123,7 +123,7 @@ class RankSource(ABC):
         self.store_ids: list[int] = self.members.shard_ids.tolist()
         self.rows = config.batch_size // len(self.members.replicas)
         self.admission = ShardAdmission(samplers, self.members, selection, config.batch_size)
-        self.sampler = ShardedSampler(samplers, self.members, fingerprint_of(self.members.job))
+        self.sharded = ShardedSampler(samplers, self.members, fingerprint_of(self.members.job))
 
     def enter(self) -> None:
         """Nothing has to be done on the prefetch thread first."""
@@ -154,14 +154,14 @@ class RankSource(ABC):
 
         Another attempt is a round of messages, in which all ranks learn of lost rows, and so no loop of native code.
         """
-        used, attempt = list(self.sampler.cursors), 1
+        used, attempt = list(self.sharded.cursors), 1
         while True:
             try:
                 return self.build_once(step, state, updates, admission, began_s)
             except TooFewRowsError as error:
                 wait_for_rows(error, self.samplers, self.members)  # on all ranks, which then count again
             except CommonError as error:
-                self.sampler.cursors[:] = used  # no one has got what was redrawn for this batch
+                self.sharded.cursors[:] = used  # no one has got what was redrawn for this batch
                 if attempt == MAX_ATTEMPTS or not isinstance(error, DrawAgainError):
                     raise  # on all ranks; otherwise all of them draw again from what there is now
                 attempt += 1
@@ -196,7 +196,7 @@ class RankSource(ABC):
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """Steps 1 and 2 alone: applies the priority updates of all ranks. Raises `PeerLostError`."""
         with self.together:
-            self.sampler.settle(step, updates, self.exchange)
+            self.sharded.settle(step, updates, self.exchange)
 
     def restart(self) -> None:
         """No updates wait here."""
@@ -204,7 +204,7 @@ class RankSource(ABC):
 
     def rewind(self) -> None:
         """Forgets the redraws of later batches, before the state of an earlier one is loaded."""
-        self.sampler.rewind()
+        self.sharded.rewind()
 
     def stats(self, make_s: float) -> dict[str, Any]:
         """This rank's `Traffic`, and the share of bytes read on its own host."""
@@ -221,7 +221,7 @@ class RankSource(ABC):
 
     def close(self) -> None:
         """Leaves the group."""
-        self.sampler.close()
+        self.sharded.close()
         self.group.close()
 
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from geartrain.errors import CallCancelledError, NotEnoughRowsError, WaitTimeoutError
 from geartrain.replay.admission import Admission
-from geartrain.replay.distributed.draw import CommonError, TooFewGroupsError, TooFewRowsError
 from geartrain.replay.distributed.members import Members
+from geartrain.replay.distributed.sharded_sampler import CommonError, TooFewGroupsError, TooFewRowsError
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import NoMoreRowsError, wait_together
 from geartrain.selection.mixture import Selection, quotas_of

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from geartrain.errors import EmptyStoreError, NotEnoughRowsError
 from geartrain.ranks.rank_collectives import DIRECT_RANKS, RADIX
 from geartrain.ranks.rank_group import Message
-from geartrain.replay.distributed.draw import CommonError, DrawAgainError
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import flat_bytes
+from geartrain.replay.distributed.sharded_sampler import CommonError, DrawAgainError
 
 
 class RowsLostError(DrawAgainError):

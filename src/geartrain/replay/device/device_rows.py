@@ -1,4 +1,4 @@
-"""Builds the batches of a replay on a device, with two of them in flight: it starts the next while one is being copied.
+"""Source of batches in the memory of a device. Two are in flight: the next is started while one is being copied.
 
     start     draws the rows on the host, or on the device from its copy of the priorities, and launches their copies
     finish    waits for the copies, redraws torn rows, and returns the batch
@@ -15,14 +15,13 @@ Each step is one native call, as for a batch in host memory. The native code cal
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import geartrain._native as _native
 from geartrain.errors import ArgumentError
 from geartrain.replay.admission import Admission
-from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, build_stats, path_of
+from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
 from geartrain.replay.device.copied_rows import CopyTransfer
 from geartrain.replay.device.mirrors import Mirrors
 from geartrain.replay.device.options import DeviceOptions
@@ -49,19 +48,19 @@ TRANSFERS: dict[str, type[CopyTransfer] | type[GatherTransfer] | type[StagedTran
 
 @dataclass
 class PendingBatch:
-    """A batch that was started."""
+    """A batch whose copies are launched."""
 
     step: int
     state: State
     admission: Admission
-    transfer: Transfer | None = None  # None where it is finished already
+    transfer: Transfer
     rows: _native.SampledBatch | None = None  # of several stores
     parts: list[tuple[int, BegunRows]] = field(default_factory=list)  # of each store, by its number
     made: BuiltBatch | None = None  # when it is finished already
 
 
-class DeviceBatchBuilder:
-    """Builds batches on a device; see `BatchBuilder`.
+class DeviceRows:
+    """Draws batches from the stores of this process, and has a device read them; see `RowSource`.
 
     Args:
         samplers: one for each store; their plans are all alike.
@@ -83,8 +82,6 @@ class DeviceBatchBuilder:
         self.store_ids = [sampler.plan.store.id for sampler in samplers]
         self.rows = batch_size
         self.options = options
-        self._make_s = 0.0
-        self._built = 0
         self._host = LocalRows(samplers, selection, batch_size)
         self._session = DeviceSession(options.device)
         self.device = self._session.device
@@ -127,19 +124,30 @@ class DeviceBatchBuilder:
                     one.why = f"another store of the mixture is: {staged[0].why}" if mixed else one.why
                     one.path = "staged"
 
+    @property
+    def callbacks(self) -> list[str]:
+        names = self._host.callbacks
+        if self._staged is None:
+            if any(copy is not None for copy in self._mirrors.copies):
+                names.append("DevicePriorities.draw")
+            name = TRANSFERS[self.path].__name__
+            names += [f"{name}.launch", f"{name}.resolve"]
+        return names
+
     def enter(self) -> None:
         self._session.enter()
 
     # --- a batch -----------------------------------------------------------------------------------------------
 
-    def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> PendingBatch:
-        with Admission() as admission, self._session.at_work():
-            began_s = time.perf_counter()
+    def start(
+        self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission
+    ) -> PendingBatch | BuiltBatch:
+        with self._session.at_work():
             self._session.hold_back()
-            pending = PendingBatch(step, state, admission)
-            (self._launch if self._staged is None else self._stage)(pending, began_s)
-            self._make_s += time.perf_counter() - began_s
-            if self._alone and pending.made is None:
+            if self._staged is not None:
+                return self._stage(self._staged, step, state, admission)
+            pending = self._launch(step, state, admission)
+            if self._alone:
                 pending.made = self._finish(pending)
                 pending.state = pending.made.state
             return pending
@@ -150,29 +158,25 @@ class DeviceBatchBuilder:
     def finish(self, started: PendingBatch) -> BuiltBatch:
         if started.made is not None:
             return started.made
-        with started.admission, self._session.at_work():
+        with self._session.at_work():
             return self._finish(started)
 
-    def _stage(self, pending: PendingBatch, began_s: float) -> None:
+    def _stage(self, staged: StagedBatches, step: int, state: State, admission: Admission) -> BuiltBatch:
         """Makes a batch in pinned memory, and sends it."""
-        assert self._staged is not None
-        one = self._staged.take()
+        one = staged.take()
         try:
-            pending.state = self._host.sample_into(one.rows, pending.step, pending.state, pending.admission)
+            after = self._host.sample_into(one.rows, step, state, admission)
         except BaseException:
-            self._staged.give_back(one)
+            staged.give_back(one)
             raise
         keys = keys_of(one.rows, self.store_ids, self.targets[0].plan.per_step, copied=True)
-        ready = self._staged.send(one, keys, pending.step)
-        pending.made = self._built_batch(ready, pending, time.perf_counter() - began_s)
+        return self._built(staged.send(one, keys, step), after, admission)
 
-    def _launch(self, pending: PendingBatch, began_s: float) -> None:
+    def _launch(self, step: int, state: State, admission: Admission) -> PendingBatch:
         """Draws the rows of each store, and launches their copies."""
-        step, state = pending.step, pending.state
-        transfer = pending.transfer = TRANSFERS[self.path](self.targets, self.rows)
-        mixed = self._host.mixed
-        rows = pending.rows = self.samplers[0].empty_rows(self.rows) if mixed else None
-        pending.state, first = list(state), 0
+        transfer = TRANSFERS[self.path](self.targets, self.rows)
+        rows = self.samplers[0].empty_rows(self.rows) if self._host.mixed else None
+        pending, first = PendingBatch(step, list(state), admission, transfer, rows), 0
         wait_together(self.samplers)
         try:
             for number, (sampler, quota) in enumerate(zip(self.samplers, self._host.quotas(step), strict=True)):
@@ -182,7 +186,7 @@ class DeviceBatchBuilder:
                 priorities = self._mirrors.copies[number]
                 if priorities is not None and isinstance(transfer, GatherTransfer):
                     copier = DrawnTransfer(transfer, priorities, sampler.strategy, step)
-                begun = sampler.begin(quota, step, state[number], pending.admission, rows, first, copier, number)
+                begun = sampler.begin(quota, step, state[number], admission, rows, first, copier, number)
                 pending.parts.append((number, begun))
                 pending.state[number] = begun.state
                 if rows is not None:
@@ -191,10 +195,10 @@ class DeviceBatchBuilder:
         except BaseException:
             _abandon(pending)
             raise
+        return pending
 
     def _finish(self, pending: PendingBatch) -> BuiltBatch:
-        began_s = time.perf_counter()
-        rows, state, transfer = pending.rows, list(pending.state), pending.transfer
+        rows, state = pending.rows, list(pending.state)
         try:
             for number, begun in pending.parts:
                 rows, state[number] = begun.finish()
@@ -202,17 +206,12 @@ class DeviceBatchBuilder:
             _abandon(pending)
             raise
         assert rows is not None
-        assert transfer is not None
-        pending.state = state
         keys = keys_of(rows, self.store_ids, self.targets[0].plan.per_step)
-        ready = transfer.finish(keys, rows.probability(), rows.importance_weights(), pending.step)
-        self._make_s += time.perf_counter() - began_s
-        return self._built_batch(ready, pending)
+        ready = pending.transfer.finish(keys, rows.probability(), rows.importance_weights(), pending.step)
+        return self._built(ready, state, pending.admission)
 
-    def _built_batch(self, ready: ReadyBatch, pending: PendingBatch, make_s: float = float("inf")) -> BuiltBatch:
-        self._built += 1
-        deliver = self._session.deliver(ready)
-        return BuiltBatch(ready.batch, pending.state, deliver, make_s, admission=pending.admission)
+    def _built(self, ready: ReadyBatch, state: State, admission: Admission) -> BuiltBatch:
+        return BuiltBatch(ready.batch, state, self._session.deliver(ready), admission=admission)
 
     # --- priorities, figures, closing --------------------------------------------------------------------------
 
@@ -228,14 +227,8 @@ class DeviceBatchBuilder:
     def rewind(self) -> None:
         """Nothing is kept but the state."""
 
-    def stats(self) -> dict[str, Any]:
-        callbacks = [name for sampler in self.samplers for name in sampler.callbacks]
-        if self._staged is None:
-            if any(copy is not None for copy in self._mirrors.copies):
-                callbacks.append("DevicePriorities.draw")
-            name = TRANSFERS[self.path].__name__
-            callbacks += [f"{name}.launch", f"{name}.resolve"]
-        return {**build_stats(self._built, self._make_s, self.samplers), "path": path_of(callbacks)}
+    def stats(self, make_s: float) -> dict[str, Any]:
+        return {}
 
     def describe(self) -> list[dict[str, Any]]:
         """The path in use and why, where rows are drawn, pinned bytes."""
@@ -261,4 +254,4 @@ def _abandon(pending: PendingBatch) -> None:
         begun.abandon()
 
 
-__all__ = ["DeviceBatchBuilder", "PendingBatch"]
+__all__ = ["DeviceRows"]

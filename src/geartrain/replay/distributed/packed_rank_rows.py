@@ -2,7 +2,7 @@
 
 The steps are those of rank_rows.py. Two are different, because the ranks do not know the lengths of rows:
 
-    3. draw        as there (draw.py)
+    3. draw        as there (sharded_sampler.py)
     3a. tell       the leader of each shard tells all ranks the keys and lengths of its drawn rows      one message each
     4. assign      every rank computes alike which replica trains on a row: by number of rows, or by cost          none
     5. read        rows from shared memory, by a rank that has their shard                                         none
@@ -18,10 +18,11 @@ first to draw a row, the leader draws another one of its shard in step 3a.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +39,10 @@ from geartrain.replay.batch_lengths import BatchLengths
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.assignment import Assigner
-from geartrain.replay.distributed.draw import CommonError, DrawnBatch
 from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.rank_source import RankSource
 from geartrain.replay.distributed.read_agreement import RowsLostError
+from geartrain.replay.distributed.sharded_sampler import CommonError, DrawnBatch
 from geartrain.replay.kept_rows import KeptRows
 from geartrain.replay.packed_batch import PackedBatch, axes_of, check_room, packed_batch, repeated_probability, room_of
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
@@ -52,26 +53,6 @@ from geartrain.store.packed import PackedReader, as_bounds, spread
 
 # First number of each message: whether its sender has what the others need.
 _WHOLE, _LOST = 0, 1
-
-
-class GlobalRows(NamedTuple):
-    """The rows of a global batch as every rank knows them, in the order of draws: (B,) each.
-
-    Attributes:
-        shard, rows, generations, probability, version: of each row.
-        lengths: for each axis, the items of each row.
-        parts: for each divided axis, the sequences of each row, and the lengths of all sequences.
-        sums: for each bool field with an axis, how many items of each row are True.
-    """
-
-    shard: NDArray[np.int64]
-    rows: NDArray[np.uint32]
-    generations: NDArray[np.uint32]
-    probability: NDArray[np.float64]
-    version: NDArray[np.int64]
-    lengths: dict[str, NDArray[np.int64]]
-    parts: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
-    sums: dict[str, NDArray[np.int64]]
 
 
 class _Message:
@@ -162,13 +143,20 @@ class RowLengths:
 class MovedRows:
     """Rows of one message, which another rank has read."""
 
-    def __init__(self, reader: PackedReader, own: _native.PackedArrays, message: _Message, rows: _Items) -> None:
+    def __init__(
+        self,
+        reader: PackedReader,
+        own: _native.PackedArrays,
+        message: _Message,
+        lengths: BatchLengths,
+        places: NDArray[np.int64],
+    ) -> None:
         self.fields: list[NDArray[Any]] = []
         self.bounds: list[NDArray[np.int64] | None] = []
         self.nbytes = 0
         for place, name in enumerate(reader.names):
             field = reader.plan.fields[name]
-            items = rows.of(field.axis)
+            items = lengths.items(field.axis, places)
             if field.kind == "array":
                 like = own.field(place)
                 values = message.take(like.dtype, items * int(np.prod(like.shape[1:], dtype=np.int64)))
@@ -199,17 +187,6 @@ class MovedRows:
         return [each.decode() for each in cut] if decoded else cut
 
 
-class _Items:
-    """How many items some rows of a global batch have."""
-
-    def __init__(self, known: GlobalRows, places: NDArray[np.int64]) -> None:
-        self._known, self._places = known, places
-
-    def of(self, axis: str | None) -> int:
-        """Of an axis in all; without one, one for each row."""
-        return len(self._places) if axis is None else int(self._known.lengths[axis][self._places].sum())
-
-
 class JoinedRows:
     """The rows of this rank's batch: those that it has read itself, and behind them those of each other rank.
 
@@ -221,10 +198,9 @@ class JoinedRows:
         reader: PackedReader,
         own: _native.PackedArrays,
         moved: Sequence[MovedRows],
-        known: GlobalRows,
-        places: NDArray[np.int64],
+        lengths: BatchLengths,
     ) -> None:
-        self._reader, self._own, self._moved, self._known, self._places = reader, own, moved, known, places
+        self._reader, self._own, self._moved, self._lengths = reader, own, moved, lengths
         self.nbytes = own.nbytes + sum(each.nbytes for each in moved)
 
     def field(self, place: int, /) -> NDArray[Any]:
@@ -239,12 +215,13 @@ class JoinedRows:
 
     def axis(self, number: int, /) -> tuple[Any, Any, Any]:
         axis = self._reader.plan.axes[number - 1]
-        lengths = self._known.lengths[axis.name][self._places]
+        places = self._lengths.places
+        lengths = self._lengths.lengths[axis.name][places]
         parts = None
-        if axis.name in self._known.parts:
-            counts, flat = self._known.parts[axis.name]
+        if axis.name in self._lengths.parts:
+            counts, flat = self._lengths.parts[axis.name]
             starts = np.cumsum(counts) - counts
-            parts = as_bounds(flat[spread(starts[self._places], counts[self._places])])
+            parts = as_bounds(flat[spread(starts[places], counts[places])])
         return lengths.astype(np.int32), as_bounds(lengths), parts
 
 
@@ -294,7 +271,7 @@ class PackedRankRows(RankSource):
             keeper = self._kept
             run_on_all_ranks(group, lambda: keeper.hold() if self._leads else None)
         self._admitted = False  # the batch that is built, by rate limiters
-        self.exchange = self.sampler.exchange_of(idle=False)
+        self.exchange = self.sharded.exchange_of(idle=False)
 
     @property
     def callbacks(self) -> list[str]:
@@ -328,19 +305,19 @@ class PackedRankRows(RankSource):
         traffic, sent_bytes = self.traffic, self.group.sent_bytes
         repeated = None if self._kept is None else self._agree_on_kept(self._kept, step)
         if repeated is not None:
-            self.sampler.settle(step, updates, self.exchange)
+            self.sharded.settle(step, updates, self.exchange)
             drawn = DrawnBatch([0], state, [repeated])
         else:
             if not self._admitted:
                 self.admission.wait(step, admission)
                 self._admitted = True
-            drawn = self.sampler.draw_all(step, state, updates, self.admission.quotas(step), self.exchange)
+            drawn = self.sharded.draw_all(step, state, updates, self.admission.quotas(step), self.exchange)
             self.admission.keep(admission, drawn.sampled)
-        known = self._tell(step, drawn)
-        digest, reader = self._assign(known)
+        found, version, lengths = self._tell(step, drawn)
+        lengths, reader = self._assign(found.shard, lengths)
         traffic.selection_bytes += self.group.sent_bytes - sent_bytes
         selected_s = time.perf_counter()
-        batch = self._exchange(step, known, digest, reader, drawn.counts[0], selected_s)
+        batch = self._exchange(step, found, version, lengths, reader, drawn.counts[0], selected_s)
         traffic.select_s += selected_s - began_s
         if self._kept is not None:  # they are drawn for good, even if nobody gets this batch
             admission.pop(self._sampler, None)
@@ -356,7 +333,7 @@ class PackedRankRows(RankSource):
         mine = _message(step, [np.array([kept.told, len(places)]), places])
         told = [_Message(each, peer) for peer, each in enumerate(self.members.all_to_all([mine] * self.group.size))]
         heads = np.array([message.take(np.int64, 3) for message in told])
-        self.sampler.check_ranks([(self.sampler.fingerprint, each) for each in heads[:, 0].tolist()], step)
+        self.sharded.check_ranks([(self.sharded.fingerprint, each) for each in heads[:, 0].tolist()], step)
         self._free(kept, int(heads[:, 1].min()))
         of_shards = [told[rank].take(np.uint32, int(heads[rank, 2])) for rank in self.members.stores[0].leaders]
         every, n = np.concatenate(of_shards), self._config.batch_size
@@ -387,15 +364,18 @@ class PackedRankRows(RankSource):
                 self._free(self._kept, int(self.members.all_gather(np.array([self._kept.told])).min()))
         super().settle(step, updates)
 
-    def _tell(self, step: int, drawn: DrawnBatch) -> GlobalRows:
-        """Step 3a. Raises `CommonError` on all ranks where the leader of a shard has lost rows for good."""
+    def _tell(self, step: int, drawn: DrawnBatch) -> tuple[ShardedDraw, NDArray[np.int64], BatchLengths]:
+        """Step 3a: the draw with the rows of all shards, the version of each row, and their lengths.
+
+        Raises `CommonError` on all ranks where the leader of a shard has lost rows for good.
+        """
         found = drawn.found[0]
         assert found is not None
         message: Bytes = np.empty(0, np.uint8)
         if self._leads:
             message = self._describe(step, found)
         told = self.members.all_to_all([message] * self.group.size)
-        return self._known(found.shard, told)
+        return self._hear(found.shard, told)
 
     def _describe(self, step: int, found: ShardedDraw) -> Bytes:
         """What the leader of a shard tells of the shard's drawn rows."""
@@ -418,23 +398,24 @@ class PackedRankRows(RankSource):
                 other = self._sampler.draw(len(again), step, {}, Redraw(attempt, numbers, rows[~lost]), found.now_ns)
             except (EmptyStoreError, NotEnoughRowsError):
                 break
-            taken = self.sampler.count_mine(0, other.rows, other.generations, step, numbers)
+            taken = self.sharded.count_mine(0, other.rows, other.generations, step, numbers)
             rows[again] = np.where(taken, other.rows, NO_ROW)
             generations[again], probability[again] = other.generations, other.probability * found.share
         return _message(_LOST, [])
 
-    def _known(self, shard: NDArray[np.int64], told: Sequence[Bytes]) -> GlobalRows:
+    def _hear(
+        self, shard: NDArray[np.int64], told: Sequence[Bytes]
+    ) -> tuple[ShardedDraw, NDArray[np.int64], BatchLengths]:
         """The global batch, of what the leaders of all shards have told."""
-        n, lengths = len(shard), self._lengths
-        known = GlobalRows(
-            shard,
-            np.zeros(n, np.uint32),
-            np.zeros(n, np.uint32),
-            np.zeros(n),
-            np.zeros(n, np.int64),
-            {axis: np.zeros(n, np.int64) for axis in lengths.axes},
+        n, told_of = len(shard), self._lengths
+        found = ShardedDraw(shard, np.zeros(n, np.uint32), np.zeros(n, np.uint32), np.zeros(n))
+        version = np.zeros(n, np.int64)
+        lengths = BatchLengths(
+            {axis: np.zeros(n, np.int64) for axis in told_of.axes},
             {},
-            {name: np.zeros(n, np.int64) for name in lengths.flags},
+            {name: np.zeros(n, np.int64) for name in told_of.flags},
+            replica=np.zeros(n, np.int64),  # not assigned yet
+            places=np.arange(n),
         )
         sequences: list[tuple[NDArray[np.intp], dict[str, NDArray[np.int64]]]] = []
         messages = [_Message(told[leader], leader) for leader in self.members.stores[0].leaders]
@@ -443,41 +424,39 @@ class PackedRankRows(RankSource):
             raise self._lost_rows(self.members.stores[0].leaders[lost.index(True)])
         for number, message in enumerate(messages):
             mine = np.flatnonzero(shard == number)
-            known.rows[mine] = message.take(np.uint32, len(mine))
-            known.generations[mine] = message.take(np.uint32, len(mine))
-            known.probability[mine] = message.take(np.float64, len(mine))
-            known.version[mine] = message.take(np.int64, len(mine))
-            its, parts, sums = lengths.unpack(message, len(mine))
+            found.rows[mine] = message.take(np.uint32, len(mine))
+            found.generations[mine] = message.take(np.uint32, len(mine))
+            found.probability[mine] = message.take(np.float64, len(mine))
+            version[mine] = message.take(np.int64, len(mine))
+            its, parts, sums = told_of.unpack(message, len(mine))
             message.end()
-            for into, values in ((known.lengths, its), (known.sums, sums)):
+            for into, values in ((lengths.lengths, its), (lengths.sums, sums)):
                 for name, each in values.items():
                     into[name][mine] = each
             sequences.append((mine, parts))
-        for axis, by in lengths.divided.items():
-            counts = known.lengths[by]
+        for axis, by in told_of.divided.items():
+            counts = lengths.lengths[by]
             starts, flat = np.cumsum(counts) - counts, np.zeros(int(counts.sum()), np.int64)
             for mine, parts in sequences:
                 flat[spread(starts[mine], counts[mine])] = parts[axis]
-            known.parts[axis] = counts, flat
-        return known
+            lengths.parts[axis] = counts, flat
+        return found, version, lengths
 
     def _lost_rows(self, rank: int) -> CommonError:
         """What all ranks raise where one has lost rows: they draw again, unless samples are used up."""
         error = NotEnoughRowsError(f"rows of the shard that rank {rank} reads were deleted while a batch was drawn")
         return CommonError(error) if self._sampler.limited and self._kept is None else RowsLostError(error)
 
-    def _assign(self, known: GlobalRows) -> tuple[BatchLengths, NDArray[np.int64]]:
+    def _assign(self, shard: NDArray[np.int64], lengths: BatchLengths) -> tuple[BatchLengths, NDArray[np.int64]]:
         """Step 4: the lengths of the global batch with the replica of each row, and the rank that reads each."""
-        n, atom = len(known.shard), self._sampler.atom
-        places = np.arange(n)
-        digest = BatchLengths(places, self._me, len(self._rank_of), known.lengths, known.parts, known.sums, places)
+        n, atom = len(shard), self._sampler.atom
         if self._cost is not None:
-            cost = self._cost.of_rows(digest)
-            made = self._assigner.assign_by_cost(known.shard, cost, atom)
+            cost = self._cost.of_rows(lengths)
+            made = self._assigner.assign_by_cost(shard, cost, atom)
         else:
-            cost = np.sum(list(known.lengths.values()) or [np.ones(n, np.int64)], axis=0).tolist()
+            cost = np.sum(list(lengths.lengths.values()) or [np.ones(n, np.int64)], axis=0).tolist()
             atoms = None if atom == 1 else np.full(n // atom, atom, np.int64)
-            made = self._assigner.assign(known.shard, self._config.assignment, atoms)
+            made = self._assigner.assign(shard, self._config.assignment, atoms)
         loads = np.bincount(made.replica, cost, len(self._rank_of))
         self._newest = float(loads.max() / loads.mean()) if loads.any() else 1.0
         self._most += float(loads.max())
@@ -485,28 +464,29 @@ class PackedRankRows(RankSource):
         mine = np.flatnonzero(made.replica == self._me)
         # This rank's own rows come first, then those of each other rank.
         order = np.lexsort((mine, made.reader[mine], made.reader[mine] != self.group.rank))
-        digest = BatchLengths(
-            made.replica, self._me, len(self._rank_of), known.lengths, known.parts, known.sums, mine[order]
+        lengths = dataclasses.replace(
+            lengths, replica=made.replica, places=mine[order], me=self._me, replicas=len(self._rank_of)
         )
-        return digest, made.reader
+        return lengths, made.reader
 
     def _exchange(
         self,
         step: int,
-        known: GlobalRows,
-        digest: BatchLengths,
+        drawn: ShardedDraw,
+        version: NDArray[np.int64],
+        lengths: BatchLengths,
         reader: NDArray[np.int64],
         count: int,
         selected_s: float,
     ) -> PackedBatch:
         """Steps 5 and 6. Raises `CommonError` on all ranks where one has lost rows."""
-        rank, traffic, places = self.group.rank, self.traffic, digest.places
-        own, lost = self._read(known, places[reader[places] == rank])
-        trainer = self._rank_of[digest.rank]
+        rank, traffic, places = self.group.rank, self.traffic, lengths.places
+        own, lost = self._read(drawn, places[reader[places] == rank])
+        trainer = self._rank_of[lengths.replica]
         pieces: dict[int, list[Bytes]] = {}
         for peer in np.unique(trainer[reader == rank]).tolist():
             if peer != rank:
-                found, torn = self._read(known, np.flatnonzero((reader == rank) & (trainer == peer)))
+                found, torn = self._read(drawn, np.flatnonzero((reader == rank) & (trainer == peer)))
                 pieces[peer] = MovedRows.pack(self._reader, found)
                 lost |= torn
                 traffic.sent_bytes += found.nbytes
@@ -524,52 +504,53 @@ class PackedRankRows(RankSource):
             if peer == rank:
                 continue
             if len(its):
-                moved.append(MovedRows(self._reader, own, message, _Items(known, its)))
+                moved.append(MovedRows(self._reader, own, message, lengths, its))
             else:
                 message.end()
         traffic.local_bytes += own.nbytes
         traffic.received_bytes += sum(each.nbytes for each in moved)
         traffic.fetch_s += read_s - selected_s
         traffic.exchange_s += time.perf_counter() - read_s
-        return self._batch(step, known, digest, own, moved, count)
+        return self._batch(step, drawn, version, lengths, own, moved, count)
 
-    def _read(self, known: GlobalRows, places: NDArray[np.int64]) -> tuple[_native.PackedArrays, bool]:
+    def _read(self, drawn: ShardedDraw, places: NDArray[np.int64]) -> tuple[_native.PackedArrays, bool]:
         """Rows of this rank's shard, and whether some of them are gone."""
-        found = self._reader.read(Keys(known.rows[places], known.generations[places]))
+        found = self._reader.read(Keys(drawn.rows[places], drawn.generations[places]))
         return found, bool(found.torn().any())
 
     def _batch(
         self,
         step: int,
-        known: GlobalRows,
-        digest: BatchLengths,
+        drawn: ShardedDraw,
+        version: NDArray[np.int64],
+        lengths: BatchLengths,
         own: _native.PackedArrays,
         moved: Sequence[MovedRows],
         count: int,
     ) -> PackedBatch:
-        places = digest.places
+        places = lengths.places
         keys = Keys.of_rows(
-            known.rows[places],
-            known.generations[places],
-            self.members.shard_ids[known.shard[places]],
-            shard=known.shard[places].astype(np.uint16),
+            drawn.rows[places],
+            drawn.generations[places],
+            self.members.shard_ids[drawn.shard[places]],
+            shard=drawn.shard[places].astype(np.uint16),
             draw=places,
         )
-        probability, weights = known.probability[places], None
+        probability, weights = drawn.probability[places], None
         if self.has_importance:
-            lowest = float(known.probability.min(initial=1.0))
+            lowest = float(drawn.probability.min(initial=1.0))
             its = Draw(keys.row, keys.generation, probability, lowest=lowest)
             weights = importance_of(self._sampler.strategy, its, count, step)
         return packed_batch(
             self._reader,
             self._sampler.plan.output,
-            JoinedRows(self._reader, own, moved, known, places) if moved else own,
+            JoinedRows(self._reader, own, moved, lengths) if moved else own,
             keys,
-            known.version[places],
+            version[places],
             probability=probability,
             importance_weights=weights,
             step=step,
-            digest=digest,
+            lengths=lengths,
         )
 
     def close(self) -> None:
@@ -588,4 +569,4 @@ def _message(state: int, pieces: Sequence[NDArray[Any]]) -> Bytes:
     return np.concatenate([flat_bytes(np.array([state], np.int64)), *(flat_bytes(piece) for piece in pieces)])
 
 
-__all__ = ["GlobalRows", "JoinedRows", "MovedRows", "PackedRankRows", "RowLengths"]
+__all__ = ["PackedRankRows"]

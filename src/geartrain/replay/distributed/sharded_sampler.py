@@ -1,8 +1,8 @@
-"""Draws a global batch from the shards of all ranks: all-gathers the shards' status, updates priorities, and draws.
+"""`ShardedSampler`: draws a global batch from the shards of all ranks.
 
 1. Every rank sends the row counts and totals of its shards, and the priority updates for other ranks.
 2. It applies the updates for its own shards (native/fetch/rank_steps.h).
-3. It computes locally which shard owns each draw (sharded.py).
+3. It computes locally which shard owns each draw (selection/sharded.py).
 4. The ranks of that shard look up the row of each draw.
 
 A store may limit how often its rows are sampled. Then the draws are counted here, before any row is read. Draws of rows
