@@ -6,13 +6,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_function, check_text, check_texts, check_whole, refuse_copies
+from geartrain.core.arguments import check_function, check_text, check_texts, check_whole
 from geartrain.core.global_generators import drawing
+from geartrain.core.lifetime import Closing
 from geartrain.core.threads import refuse_within
 from geartrain.errors import (
     ArgumentError,
@@ -43,13 +44,10 @@ from geartrain.integrations.transitions.layout import (
 from geartrain.integrations.transitions.writer import TransitionWriter
 from geartrain.store.store import Store
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _REACH = 1
 
 
-class LeRobotReplayBuffer:
+class LeRobotReplayBuffer(Closing, elsewhere="share it by the name of its store, or write it with to_lerobot_dataset"):
     """`lerobot.rl.buffer.ReplayBuffer` over a store in shared memory.
 
     Each observation is stored once. The next state of a transition is the one that was added, even if the episode was
@@ -207,15 +205,6 @@ class LeRobotReplayBuffer:
         self._closed = True
         if self._store is not None and self._store is not self._given:
             self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        refuse_copies(self, "share it by the name of its store, or write it with to_lerobot_dataset")
 
     # --- adding -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -18,11 +18,11 @@ from geartrain.core.arguments import (
     check_path,
     check_text,
     check_whole,
-    refuse_copies,
     timeout,
     whole_number,
 )
 from geartrain.core.global_generators import drawing
+from geartrain.core.lifetime import Closing
 from geartrain.core.threads import refuse_within
 from geartrain.errors import (
     ArgumentError,
@@ -43,16 +43,13 @@ from geartrain.integrations.transitions.writer_lock import WriterLock
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.store import Store
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _FORMAT, _VERSION, _CHECKPOINT = "geartrain trajectories", 1, "trajectories"
 _MOST = 2**31
 # A first trajectory may be shorter than others are, such as what a human did within a longer one.
 _LEAST_SAMPLES = 64
 
 
-class TrajectoryReplayBuffer:
+class TrajectoryReplayBuffer(Closing, elsewhere="share it by the name of its store"):
     """RLinf's `TrajectoryReplayBuffer` over a store in shared memory.
 
     It keeps the newest trajectories, and draws batches of samples from them. A sample is a step of one environment, and
@@ -227,15 +224,6 @@ class TrajectoryReplayBuffer:
         if self._store is not None and self._store is not self._given:
             self._store.close()
         self._adding.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        refuse_copies(self, "share it by the name of its store")
 
     # --- adding -----------------------------------------------------------------------------------------------
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import geartrain.core.locks as locks
+from geartrain.core.lifetime import living
 from geartrain.errors import StoreClosedError, WaitTimeoutError
 from geartrain.store.store import Store
 
@@ -183,12 +183,4 @@ class WriterLock:
             self._thread, self._uses = threading.RLock(), set()
 
 
-_locks: weakref.WeakSet[WriterLock] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for one in list(_locks):
-        one.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_locks = living(after_fork=WriterLock.after_fork)
