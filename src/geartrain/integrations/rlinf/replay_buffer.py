@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from geartrain._native import forks
 from geartrain.core.arguments import (
     check_choice,
     check_flag,
@@ -22,13 +23,12 @@ from geartrain.core.arguments import (
     whole_number,
 )
 from geartrain.core.global_generators import drawing
-from geartrain.core.lifetime import Closing
+from geartrain.core.lifetime import Lifetime
 from geartrain.core.threads import refuse_within
 from geartrain.errors import (
     ArgumentError,
     EmptyBufferError,
     EmptyStoreError,
-    StoreClosedError,
     StoreExistsError,
     StoreMissingError,
 )
@@ -49,7 +49,7 @@ _MOST = 2**31
 _LEAST_SAMPLES = 64
 
 
-class TrajectoryReplayBuffer(Closing, elsewhere="share it by the name of its store"):
+class TrajectoryReplayBuffer(Lifetime, inherited=True, elsewhere="share it by the name of its store"):
     """RLinf's `TrajectoryReplayBuffer` over a store in shared memory.
 
     It keeps the newest trajectories, and draws batches of samples from them. A sample is a step of one environment, and
@@ -140,8 +140,7 @@ class TrajectoryReplayBuffer(Closing, elsewhere="share it by the name of its sto
         self._timeout_s = timeout(timeout_s)
         self._adding = WriterLock(self._timeout_s)
         self._drawing = threading.RLock()
-        self._pid = os.getpid()
-        self._closed = False
+        super().__init__("the replay buffer")
         self._store: Store | None = None
         self._rows: TrajectoryRows
         self._draws: SampleDraws
@@ -181,8 +180,7 @@ class TrajectoryReplayBuffer(Closing, elsewhere="share it by the name of its sto
             StoreClosedError: the buffer was closed.
         """
         self._own()
-        if self._closed:
-            raise StoreClosedError("the replay buffer was closed")
+        self._check_open()
         if self._store is None and isinstance(self._given, str):
             with self._adding.thread():
                 if self._store is None:
@@ -193,16 +191,15 @@ class TrajectoryReplayBuffer(Closing, elsewhere="share it by the name of its sto
     def _use_or_close(self, store: Store) -> None:
         try:
             self._use(store)
-            if self._closed:
-                raise StoreClosedError("the replay buffer was closed")
+            self._check_open()
         except BaseException:
             store.close()
             raise
 
     def _own(self) -> None:
         """Gives a forked child locks of its own, and draws that are not its parent's."""
-        if self._pid != os.getpid():
-            self._pid, self._drawing, self._adding = os.getpid(), threading.RLock(), WriterLock(self._timeout_s)
+        if self._forked:
+            self._forks, self._drawing, self._adding = forks(), threading.RLock(), WriterLock(self._timeout_s)
             self._generator = torch.Generator()  # the parent's may be locked, by a thread that draws from it
             self._begin_draws(int.from_bytes(os.urandom(4), "little"))
 
@@ -220,7 +217,7 @@ class TrajectoryReplayBuffer(Closing, elsewhere="share it by the name of its sto
         Args:
             wait: has no effect: what was added is written.
         """
-        self._closed = True
+        self._end()
         if self._store is not None and self._store is not self._given:
             self._store.close()
         self._adding.close()
