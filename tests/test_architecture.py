@@ -163,7 +163,8 @@ def private_names(path: Path) -> frozenset[str]:
 
 
 def test_private_names_stay_in_their_file() -> None:
-    private = frozenset[str]().union(*(private_names(path) for path in PYTHON_FILES)) - FOREIGN
+    inherited = private_names(FILES["geartrain.core.lifetime"])  # by each class with a `close`
+    private = frozenset[str]().union(*(private_names(path) for path in PYTHON_FILES)) - FOREIGN - inherited
     used = []
     for path in PYTHON_FILES:
         others, place = private - private_names(path), path.relative_to(SOURCE)

@@ -300,7 +300,7 @@ def test_what_a_forked_child_opens_is_not_closed_with_the_parents_clients(server
             try:
                 opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]
                 server.close()
-                server.after_fork()
+                server._after_fork()
                 for number in opened:
                     os.fstat(number)
                 code = 0

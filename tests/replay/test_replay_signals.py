@@ -137,7 +137,7 @@ def test_a_handler_may_close_the_replay_that_another_thread_is_closing(name):
 
     def handle(_: gt.Batch) -> None:  # runs within `sample`, as a handler does
         closer.start()
-        while not replay._closed:
+        while replay._unended:
             time.sleep(0.001)
         began_s = time.monotonic()
         replay.close()

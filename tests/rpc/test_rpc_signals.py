@@ -16,7 +16,7 @@ import pytest
 from deadlines import patience
 from hostile.instants import Interruption
 
-import geartrain.rpc.lifetime as lifetime
+import geartrain.core.lifetime as lifetime
 from geartrain import rpc
 from geartrain.errors import GeartrainError, WaitTimeoutError
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -27,11 +27,11 @@ from geartrain.core.arguments import (
     check_texts,
     check_unmasked,
     check_whole,
-    refuse_copies,
     timeout,
 )
 from geartrain.core.dtypes import DTYPES, as_tensor
 from geartrain.core.keys import Keys, check_keys
+from geartrain.core.lifetime import Closing, Uncopied
 from geartrain.core.schema import Field
 from geartrain.errors import (
     ArgumentError,
@@ -58,8 +58,6 @@ from geartrain.store.tasked import Found, TaskedRows
 from geartrain.store.waiting_claims import Asked
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     import geartrain._native as _native
 
 #: By default calls wait as long as a local commit waits for the store's rate limiter.
@@ -68,7 +66,9 @@ TIMEOUT_S = 600.0
 _LOOK_EVERY_S = 0.1
 
 
-class RemoteStore(ServedRows, TaskedRows):
+class RemoteStore(
+    Uncopied, ServedRows, TaskedRows, elsewhere="make another one there, with RemoteStore(node, peer, name)"
+):
     """A store that a peer serves with `StoreServer`. Any thread may use it.
 
     Keys are the same on both sides: those that `insert` returns here, and those of a learner's batch there, name the
@@ -392,9 +392,6 @@ class RemoteStore(ServedRows, TaskedRows):
         remote = Remote(self.node, self.peer, number)
         return RemoteRecorder(remote, n_envs, tuple(found), int(max_in_flight), self)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "make another one there, with RemoteStore(node, peer, name)")
-
     def __repr__(self) -> str:
         return f"<RemoteStore {self.name!r} of {self.peer!r}>"
 
@@ -406,7 +403,7 @@ def serves_no_more(error: BaseException) -> bool:
     return isinstance(error, PeerLostError | LookupError)
 
 
-class RemoteRecorder:
+class RemoteRecorder(Closing, elsewhere="make another one there, with RemoteStore.recorder(...)"):
     """Records steps of n environments in a peer's store.
 
     `RemoteStore.recorder` makes one. Use it from one thread at a time.
@@ -529,15 +526,6 @@ class RemoteRecorder:
     def rows(self) -> int:
         """Number of rows completed, in the steps that are known to be recorded."""
         return self._rows
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "make another one there, with RemoteStore.recorder(...)")
 
     def _send(self, what: str, given: dict[str, Any]) -> Keys | None:
         if self._error is not None:

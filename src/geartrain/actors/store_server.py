@@ -15,15 +15,16 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.actors.served_tasks import PeerCalls, PeerClaims, ServedTasks
-from geartrain.core.arguments import refuse_copies, shown
+from geartrain.core.arguments import shown
 from geartrain.core.dtypes import DTYPES
 from geartrain.core.keys import Keys
+from geartrain.core.lifetime import Closing
 from geartrain.errors import ArgumentError, GeartrainError, MessageError, StoreClosedError
 from geartrain.replay.fetch import fetch
 from geartrain.rpc.caller import Caller
@@ -32,9 +33,6 @@ from geartrain.rpc.registry import function
 from geartrain.rpc.scheduler import about_to_wait
 from geartrain.store.recorder import StepRecorder
 from geartrain.store.store import Store
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: Seconds for which a numbered step waits for the one before it, which was sent first and comes first.
 _ORDER_S = 60.0
@@ -45,7 +43,7 @@ PackedKeys = tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32] | 
 RecorderReply = tuple[int, PackedKeys | None, NDArray[np.uint32] | None]
 
 
-class StoreServer:
+class StoreServer(Closing, elsewhere="it serves a store of this process"):
     """Serves a store to the peers of a node, until the server, the node or the store is closed.
 
     Peers may insert at any time, so replays of this store handle wait for rows while it is served. Whoever can connect
@@ -102,15 +100,6 @@ class StoreServer:
                 served.pop(self.name, None)
         if self._entry.tasks is not None:
             self._entry.tasks.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "it serves a store of this process")
 
     def __repr__(self) -> str:
         return f"<StoreServer of {self.store.name!r} as {self.name!r} at {self.node.name!r}>"

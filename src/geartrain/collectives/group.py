@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any
 
 import geartrain.core.trace as trace
 from geartrain._native import forks
@@ -22,7 +22,8 @@ from geartrain.collectives.host_map import RingOrder
 from geartrain.collectives.session import Session
 from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import Work
-from geartrain.core.arguments import check_text, check_texts, refuse_copies, timeout
+from geartrain.core.arguments import check_text, check_texts, timeout
+from geartrain.core.lifetime import Uncopied
 from geartrain.core.process_report import register
 from geartrain.core.threads import refuse_within
 from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError
@@ -31,7 +32,7 @@ _log = logging.getLogger(__name__)
 _FORKED = "this group belongs to the process that this one was forked from; make one here"
 
 
-class Group:
+class Group(Uncopied, elsewhere="each rank makes its own, in its process"):
     """A group of ranks for collectives. Every rank makes one, with the same arguments except `rank`.
 
     All ranks must make their calls in the same order. All ranks get the same bits: elements are summed in rank order,
@@ -464,9 +465,6 @@ class Group:
         if forks() != self._forks:
             return
         self._session.close(timeout_s)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "each rank makes its own, in its process")
 
     def __enter__(self) -> Group:
         return self

@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any
 
 import geartrain._native as _native
 from geartrain.collectives.bootstrap import secret_of
-from geartrain.core.arguments import check_choice, check_text, check_whole, refuse_copies, shown, timeout, whole_number
+from geartrain.core.arguments import check_choice, check_text, check_whole, shown, timeout, whole_number
+from geartrain.core.lifetime import Uncopied
 from geartrain.core.process_report import register
 from geartrain.errors import ArgumentError
 
 
-class Reducer:
+class Reducer(Uncopied, elsewhere="send its addresses, which groups are given"):
     """A dedicated reducer: it owns shares of the ranks' arrays, sums them in rank order, and returns the results.
 
     A reducer serves any number of groups, on `threads` threads of its own. It never buffers whole arrays, only a window
@@ -110,9 +111,6 @@ class Reducer:
             timeout_s: longest wait, in seconds.
         """
         self._native.close(timeout(timeout_s))
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "send its addresses, which groups are given")
 
     def __enter__(self) -> Reducer:
         return self

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NoReturn, Protocol, SupportsIndex
+from typing import Any, Protocol
 
 import geartrain.core.trace as trace
 from geartrain._native import forks
 from geartrain.collectives.buffers import ITEM_SIZES
 from geartrain.collectives.exchange import Exchange
 from geartrain.collectives.faults import Fault
-from geartrain.core.arguments import refuse_copies, timeout
+from geartrain.core.arguments import timeout
+from geartrain.core.lifetime import Uncopied
 from geartrain.errors import CollectiveClosedError, CollectiveTimeoutError, GeartrainError
 
 
@@ -38,7 +39,7 @@ class Pending(Protocol):
         ...
 
 
-class Work:
+class Work(Uncopied, elsewhere="wait for it, and send its result"):
     """An operation in progress. Its arrays belong to the group until it is done.
 
     `Group.all_reduce_async` and its siblings return it.
@@ -93,9 +94,6 @@ class Work:
         self.trace_arrow: str | None = None  # of a trace, which ends where the result is waited for
         self._forks = forks()
         self._complete = False
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "wait for it, and send its result")
 
     @property
     def nbytes(self) -> int:

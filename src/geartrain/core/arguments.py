@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -28,11 +28,6 @@ def default_threads(threads: int | None) -> int:
     if not 1 <= check_whole("threads", threads) <= MAX_THREADS:
         raise ArgumentError(f"threads must be from 1 to {MAX_THREADS}, found threads={threads}")
     return int(threads)
-
-
-def refuse_copies(one: object, instead: str) -> NoReturn:
-    """Raises `ArgumentError`. It is the `__reduce_ex__` of objects that exist once, in this process only."""
-    raise ArgumentError(f"a {type(one).__name__} cannot be copied or pickled: {instead}")
 
 
 def capacity_of(

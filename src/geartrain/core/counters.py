@@ -23,13 +23,14 @@ import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn, SupportsIndex
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain.core.locks as locks
-from geartrain.core.arguments import did_you_mean, refuse_copies, some_of
+from geartrain.core.arguments import did_you_mean, some_of
+from geartrain.core.lifetime import Closing, Uncopied
 from geartrain.core.shared_files import (
     cannot_make,
     leftovers,
@@ -56,15 +57,12 @@ COUNTED = ("steps", "episodes", "rows", "samples", "restarts")
 _UNNAMED = "geartrain-unborn-board-"
 
 
-class CounterSlot(MutableMapping[str, float]):
+class CounterSlot(Uncopied, MutableMapping[str, float], elsewhere="open the counters there, and take the slot"):
     """The counters of one process, by name. Only its one writer may use it."""
 
     def __init__(self, columns: Sequence[str], row: NDArray[np.float64]) -> None:
         self._index = {name: at for at, name in enumerate(columns)}
         self._row = row
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "open the counters there, and take the slot")
 
     def __getitem__(self, name: str) -> float:
         return float(self._row[self._index[name]])
@@ -82,7 +80,7 @@ class CounterSlot(MutableMapping[str, float]):
         return len(self._index)
 
 
-class SharedCounters:
+class SharedCounters(Closing, elsewhere="SharedCounters.open(name) joins them there"):
     """Counters in shared memory, one row for each process.
 
     `create` makes the file, and `open` attaches to it. The creator's `close` removes it.
@@ -191,15 +189,6 @@ class SharedCounters:
         """Removes the file, if this process created it; so does its end. Slots stay usable."""
         if self._remove is not None:
             self._remove()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "SharedCounters.open(name) joins them there")
-
-    def __enter__(self) -> SharedCounters:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class CountersInfo(NamedTuple):

@@ -21,12 +21,11 @@ import re
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Literal, NamedTuple, NoReturn, SupportsIndex, cast
+from typing import Any, Literal, NamedTuple, cast
 
-from geartrain.core.arguments import refuse_copies
+from geartrain.core.lifetime import Lifetime
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import GeartrainError, MissingDependencyError
 
@@ -59,7 +58,7 @@ class Metric(NamedTuple):
 Values = Iterable[tuple[Metric, Mapping[tuple[str, ...], float]]]
 
 
-class MetricsServer:
+class MetricsServer(Lifetime, elsewhere="make another one there"):
     """Serves metrics on a thread of its own until `close`.
 
     GET and HEAD of any path are answered, other methods refused (405).
@@ -87,9 +86,8 @@ class MetricsServer:
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
         self._thread = DaemonThread(self._run, "geartrain metrics", (app,))
-        self._pid = os.getpid()
+        super().__init__("the metrics server")
         self._closing = threading.RLock()  # a signal's handler may close while its thread does
-        self._closed = False
         self._clients: dict[_Client, None] = {}  # the oldest first
         try:
             self._thread.start()
@@ -97,28 +95,24 @@ class MetricsServer:
             self._listening.close()
             self._loop.close()
             raise
-        _servers.add(self)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "make another one there")
+        self._begin()
 
     def close(self) -> None:
         """Stops the server; any thread may, more than once. In a forked child, which has none, it does nothing.
 
         A reading under way is waited for, a second at most, and ends by itself.
         """
-        if self._pid != os.getpid():
+        if self._forked:
             return
-        with self._closing:
-            if self._closed:
+        with self._closing:  # a second caller returns when the first one is done
+            if not self._end():
                 return
-            self._closed = True
             with contextlib.suppress(RuntimeError):  # a signal's handler has closed it in between, and the loop with it
                 self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(_CLOSE_S)
 
-    def after_fork(self) -> None:
-        """In a forked child: closes its copies of the sockets."""
+    def _after_fork(self) -> None:
+        # Closes the child's copies of the sockets.
         self._listening.close()
         # The transports' numbers stay taken, by nothing: they would close them again, whatever had the number by then.
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -285,15 +279,5 @@ def _app(read: Callable[[], Values]) -> Callable[..., Any]:
     registry.register(Reading())
     return make_wsgi_app(registry)
 
-
-_servers: weakref.WeakSet[MetricsServer] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for server in list(_servers):
-        server.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 __all__ = ["CLIENT_S", "FRESH_S", "MOST_CLIENTS", "Metric", "MetricsServer", "Values"]

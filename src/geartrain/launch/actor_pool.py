@@ -24,12 +24,13 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import IO, Any, NoReturn, SupportsIndex
+from typing import IO, Any
 
 import geartrain.launch.actor_process as actor_process
 from geartrain.actors.policy import Policy
-from geartrain.core.arguments import check_function, check_whole, default_threads, refuse_copies, shown, whole_number
+from geartrain.core.arguments import check_function, check_whole, default_threads, shown, whole_number
 from geartrain.core.counters import SharedCounters
+from geartrain.core.lifetime import Uncopied
 from geartrain.core.process_report import register
 from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ActorDiedError, ArgumentError, StoreClosedError
@@ -50,7 +51,7 @@ BARREN_DEATHS = 3
 _log = logging.getLogger(__name__)
 
 
-class ActorPool:
+class ActorPool(Uncopied, elsewhere="it supervises processes of this one"):
     """Processes that run actors until the pool is stopped.
 
     As a context manager, the pool stops its actors at the end of the block. They end their episodes and keep the steps.
@@ -214,9 +215,6 @@ class ActorPool:
             self._writers.close()
             self.counters.close()
             self._stopped = True
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "it supervises processes of this one")
 
     def __enter__(self) -> ActorPool:
         return self

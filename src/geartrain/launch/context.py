@@ -12,17 +12,17 @@ import os
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import geartrain.core.trace as trace
-from geartrain.core.arguments import check_keywords, did_you_mean, refuse_copies
+from geartrain.core.arguments import check_keywords, did_you_mean
 from geartrain.core.counters import SharedCounters
+from geartrain.core.lifetime import Uncopied, living
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust
 from geartrain.errors import (
@@ -98,7 +98,7 @@ class ProcessSpec:
     path: list[str] = field(default_factory=list)
 
 
-class Context:
+class Context(Uncopied, elsewhere="call launch.context() there"):
     """A process's access to its job.
 
     The function of a role gets the context as its first argument. Other code gets it from `launch.context()`.
@@ -156,9 +156,6 @@ class Context:
         _contexts.add(self)
         if not alone:
             trace.name_process(f"{self.name} of {self.job}")
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "call launch.context() there")
 
     def after_fork(self) -> None:
         """Internal: in a forked child, replaces the lock that another thread may have held."""
@@ -511,15 +508,7 @@ class CoordinatorStore:
 
 
 _context: Context | None = None
-_contexts: weakref.WeakSet[Context] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for one in list(_contexts):
-        one.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_contexts = living(after_fork=Context.after_fork)
 
 
 def context() -> Context:

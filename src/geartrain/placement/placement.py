@@ -17,7 +17,7 @@ the first or the last stage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn, SupportsIndex
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,10 +28,10 @@ from geartrain.core.arguments import (
     check_real,
     check_whole,
     default_threads,
-    refuse_copies,
     shown,
     timeout,
 )
+from geartrain.core.lifetime import Closing
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, PeerLostError
 from geartrain.placement.balance import deal, expected_up_to, flows
@@ -53,7 +53,7 @@ MAX_ROUNDS = 16
 SIMULATED = 64
 
 
-class Placement:
+class Placement(Closing, elsewhere="each rank makes its own, in its process"):
     """Places rows in the shards of the hosts that train on them. Every rank makes one, with the same arguments.
 
     Args:
@@ -427,15 +427,6 @@ class Placement:
     def close(self) -> None:
         """Leaves the group. The store stays open."""
         self._group.close()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "each rank makes its own, in its process")
-
-    def __enter__(self) -> Placement:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Placement({self.store!r}, by={self.by!r}, shard {self.shard} of {len(self._shard_ranks)})"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import geartrain.core.trace as trace
+from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import StoreClosedError, WaitTimeoutError
 from geartrain.ranks.torch_rank_group import NOTE_S
 from geartrain.replay.admission import Admission
@@ -34,25 +35,6 @@ from geartrain.store.store import Store
 #: How long a rank that leaves waits for a batch that other ranks take part in, before it leaves them without it.
 LEAVE_S = 0.5
 _NO_UPDATES: list[PriorityUpdate] = []
-
-
-class _Flag:
-    """A bool that is looked at time and again. Without a lock, which a signal's handler could find taken."""
-
-    def __init__(self) -> None:
-        self._set = False
-
-    def set(self) -> None:
-        """True from now on."""
-        self._set = True
-
-    def clear(self) -> None:
-        """False from now on."""
-        self._set = False
-
-    def is_set(self) -> bool:
-        """Whether the flag is set."""
-        return self._set
 
 
 class _Awaited:
@@ -101,8 +83,8 @@ class BatchLoader:
 
     def _make_locks(self) -> None:
         self._updates_lock = threading.RLock()
-        self._halt = halt = _Flag()  # ends a wait for rows and for the stores' rate limiters
-        self._shut = shut = _Flag()  # the same, for good
+        self._halt = halt = ReentrantEvent()  # ends a wait for rows and for the stores' rate limiters
+        self._shut = shut = ReentrantEvent()  # the same, for good
         for sampler in self._builder.samplers:
             sampler.stopping = lambda: halt.is_set() or shut.is_set()
 
@@ -336,7 +318,7 @@ def _finish(builder: BatchBuilder, started: Any) -> BuiltBatch:
     return built
 
 
-def _end(ahead: Prefetcher[Any], halt: _Flag, timeout_s: float, builder: BatchBuilder) -> None:
+def _end(ahead: Prefetcher[Any], halt: ReentrantEvent, timeout_s: float, builder: BatchBuilder) -> None:
     """Ends the thread of a loader that was dropped, or that the interpreter's end finds.
 
     Other ranks get their part of what was asked for, within the time. But a daemon thread that still waits for a batch
@@ -348,7 +330,7 @@ def _end(ahead: Prefetcher[Any], halt: _Flag, timeout_s: float, builder: BatchBu
 
 
 def _stop(
-    ahead: Prefetcher[Any], halt: _Flag, timeout_s: float, finish: bool, awaited_s: float | None = None
+    ahead: Prefetcher[Any], halt: ReentrantEvent, timeout_s: float, finish: bool, awaited_s: float | None = None
 ) -> list[Any]:
     if not ahead.is_mine():
         return []

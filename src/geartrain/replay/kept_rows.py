@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import geartrain.core.locks as locks
 from geartrain.core.keys import Keys
+from geartrain.core.lifetime import living
 from geartrain.errors import ArgumentError, ReplayError, StoreClosedError
 from geartrain.selection.groups import GroupSampling
 from geartrain.selection.mixture import Selection, strategies_of
@@ -167,15 +168,7 @@ class KeptRows:
         )
 
 
-_keepers: weakref.WeakSet[KeptRows] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for one in list(_keepers):  # the lock is the parent's, and ends with it
-        one.close()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_keepers = living(after_fork=KeptRows.close)  # the lock is the parent's, and ends with it
 
 
 def check_keep(keep: str | None, stores: Sequence[Store], selection: Selection, batch_size: int) -> None:

@@ -18,14 +18,15 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from numpy.typing import ArrayLike
 
 import geartrain.core.trace as trace
 from geartrain._native import forks
-from geartrain.core.arguments import check_whole, refuse_copies, shown
+from geartrain.core.arguments import check_whole, shown
 from geartrain.core.keys import Keys
+from geartrain.core.lifetime import Lifetime
 from geartrain.core.process_report import register
 from geartrain.core.threads import held, owns
 from geartrain.errors import ArgumentError, CallCancelledError, ReadOnlyStoreError, ReplayError, StoreClosedError
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 _CLOSED_MEANWHILE = "closed while a batch was waited for"
 
 
-class Replay:
+class Replay(Lifetime, elsewhere="its store can be pickled; make a replay there, and give it this one's state_dict()"):
     """Batches drawn from a store: an endless sequence, or one of `num_batches`.
 
     Batches follow from the store's contents, the strategy's seed and the step number. `state_dict` holds the step, so a
@@ -175,19 +176,18 @@ class Replay:
         self._loader = BatchLoader(self._builder, config, self.stores)
         if release is not None:  # one that is dropped unpins its memory, leaves its group; its thread ends before that
             weakref.finalize(self._loader, close_here, os.getpid(), release)
-        self._forks = forks()
+        super().__init__("this replay")
         self._of_job = not (ranks.group is None and ranks.mesh is None and rare.update_lag is None)
         # Not shared by a fork.
         self._one_process = self._of_job or config.device is not None or rare.keep is not None
         self._make_locks()
         self._iteration = 0
-        self._closed = False  # from the beginning of `close` on
-        self._released = False  # at its end
+        self._released = False  # at the end of `close`
         self._consumed = ConsumerFigures()
         # Whether batches of this rank may have other numbers of rows than `rows` of the builder.
         self._differs = isinstance(self.selection, Epochs) and not self.selection.drop_last
         self._differs |= ranks.balance is not None
-        _replays.add(self)
+        self._begin()
         try:
             register(self, "replay", _figures)
         except BaseException as error:  # a setting that cannot be used
@@ -200,13 +200,12 @@ class Replay:
         self._turn = threading.RLock()  # of whoever uses the loader; held while a batch is waited for
         self._closing = threading.RLock()  # a signal's handler may close while its thread does
 
-    def after_fork(self) -> None:
-        """Internal: in a forked child, frees locks that threads of the parent held; those threads are not here."""
+    def _after_fork(self) -> None:
         self._make_locks()
         self._loader.after_fork()
 
     def _check_open(self) -> None:
-        if self._closed:
+        if not self._unended:
             raise StoreClosedError("this replay was closed")
         if self._one_process and self._forks != forks():  # `_foreign`, which this is too often called to call
             raise ReplayError(
@@ -220,11 +219,11 @@ class Replay:
 
         Parent and child then draw the same batches.
         """
-        return self._forks != forks()
+        return self._forked
 
     @property
     def _foreign(self) -> bool:
-        return self._one_process and self.forked
+        return self._one_process and self._forked
 
     # --- batches --------------------------------------------------------------------------------------------
 
@@ -281,7 +280,7 @@ class Replay:
             StoreClosedError: the replay was closed, perhaps during this call.
         """
         with self._turn:
-            if self._closed or self._one_process:
+            if not self._unended or self._one_process:
                 self._check_open()
             try:
                 return self._sample()
@@ -534,7 +533,7 @@ class Replay:
     def _close(self) -> None:
         if self._released:
             return
-        self._closed = True
+        self._end()
         self._loader.shut()
         within = owns(self._turn)  # the thread that waits, in a signal's handler
         with held(self._turn, 0.0) as free:
@@ -560,15 +559,6 @@ class Replay:
         if not released and not self._foreign:
             self._builder.close()
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "its store can be pickled; make a replay there, and give it this one's state_dict()")
-
-    def __enter__(self) -> Replay:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         stores = self.stores[0] if len(self.stores) == 1 else self.stores
         return f"Replay({stores!r}, {self.selection!r}, batch_size={self.batch_size}, step={self.step})"
@@ -585,14 +575,3 @@ def _figures(replay: Replay) -> dict[str, Any]:
         "waiting_s": replay._consumed.waiting_s(),
         **replay.stats(),
     }
-
-
-_replays: weakref.WeakSet[Replay] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for one in list(_replays):
-        one.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

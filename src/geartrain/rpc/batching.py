@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from geartrain.core.arguments import check_flag, check_function, check_real, check_whole
+from geartrain.core.lifetime import living
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, BusyError, MessageError
 from geartrain.rpc.stats import BatchDone, BatchStats
@@ -254,12 +253,4 @@ def _stacked(values: Sequence[Any]) -> Any:
     return np.stack(values)
 
 
-_batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for batcher in list(_batchers):
-        batcher._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_batchers = living(after_fork=Batcher._after_fork)

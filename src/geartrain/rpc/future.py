@@ -8,10 +8,11 @@ import time
 import traceback
 from _thread import RLock
 from collections.abc import Callable, Generator
-from typing import Any, NoReturn, Protocol, SupportsIndex
+from typing import Any, Protocol
 
 from geartrain._native import forks
-from geartrain.core.arguments import check_function, refuse_copies, timeout
+from geartrain.core.arguments import check_function, timeout
+from geartrain.core.lifetime import Uncopied
 from geartrain.core.threads import ReentrantEvent, held, owns, refuse_within
 from geartrain.errors import CallCancelledError, ConnectionClosedError, GeartrainError, WaitTimeoutError
 from geartrain.rpc.scheduler import about_to_wait
@@ -47,7 +48,7 @@ class ReplySource(Protocol):
         """Has a thread of the client's wait for the reply, and call `future.finish`."""
 
 
-class Future:
+class Future(Uncopied, elsewhere="wait for it, and send its result"):
     """Result of a call that was sent. Wait for it with `result`, or `await` it.
 
     Any thread and any signal handler may use a future, even while another thread waits for it. If the node is closed
@@ -77,9 +78,6 @@ class Future:
         self._lock = RLock()
         # Held by the thread that waits for the reply; a signal's handler may wait in between.
         self._reading = RLock()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "wait for it, and send its result")
 
     def result(self, *, timeout_s: float | None = None) -> Any:
         """Waits for the function's result.

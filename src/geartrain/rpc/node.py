@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, NoReturn, SupportsIndex
+from typing import Any, Literal
 
 import geartrain._native as _native
 import geartrain.core.trace as trace
@@ -21,10 +18,10 @@ from geartrain.core.arguments import (
     check_function,
     check_store,
     check_text,
-    refuse_copies,
     shown,
     timeout,
 )
+from geartrain.core.lifetime import Lifetime
 from geartrain.core.process_report import register
 from geartrain.errors import (
     ArgumentError,
@@ -39,7 +36,6 @@ from geartrain.errors import (
 )
 from geartrain.rpc.client import Client
 from geartrain.rpc.future import Future
-from geartrain.rpc.lifetime import Lifetime
 from geartrain.rpc.options import NodeOptions
 from geartrain.rpc.protocol import HELLO
 from geartrain.rpc.pubsub import Topic, Topics
@@ -59,7 +55,12 @@ from geartrain.transport.tls import TLS
 _PROBE_S = 5.0
 
 
-class Node:
+class Node(
+    Lifetime,
+    error=ConnectionClosedError,
+    at_exit=True,
+    elsewhere="make another one there, with peers={name: address}",
+):
     """RPC endpoint of this process: calls functions of its peers and serves its own.
 
     `rpc.init` makes the node that the functions of `geartrain.rpc` use. Any thread may use a node. `close` may be
@@ -137,6 +138,7 @@ class Node:
         for peer, address in (peers or {}).items():
             check_text("the name of a peer", peer)
             check_text(f"the address of peer {peer!r}", address)
+        super().__init__(f"the node {name!r}")
         self.name, self.pickle, self.timeout_s, self.max_open = name, pickle, timeout(timeout_s), rare.max_open
         self._options = options_of(secret, rare.limits, rare.spin_us, rare.views, rare.peer_timeout_s, tls)
         limits = rare.limits or MessageLimits()
@@ -148,7 +150,6 @@ class Node:
         self._dialling: dict[str, threading.Lock] = {}
         self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread
         self._on_lost: list[Callable[[str, str], object]] = []
-        self._lifetime = Lifetime(name)
         listening = dict(self._options)
         if transport is not None and self.devices.forced is None:
             check_choice("transport", transport, (*TRANSPORTS, *CHANNELS))
@@ -178,7 +179,7 @@ class Node:
             self._threads.join(0.5)
             self.devices.close()
             raise
-        _nodes.add(self)
+        self._begin()
         try:
             trace.name_process(name)
             register(self, "node", _figures)
@@ -274,7 +275,7 @@ class Node:
             history: newest values that a later subscriber gets first.
             timeout_s: a subscriber that takes no value for this many seconds is removed.
         """
-        self._lifetime.check()
+        self._check_open()
         return self.topics.make(name, history, timeout_s)
 
     def subscribe(self, peer: str, topic: str, callback: Callable[[int, Any], object]) -> None:
@@ -394,16 +395,16 @@ class Node:
         for name in names:
             check_text("a peer's name", name)
         for name in names:
-            self._lifetime.wait_for(partial(self._address, name, until_s), until_s, f"a peer {name!r}")
+            self._wait_for(partial(self._address, name, until_s), until_s, f"a peer {name!r}")
 
     def close(self) -> None:
         """Closes all connections. Functions that still run are not interrupted."""
+        if not self._end():
+            return
         with self._lock:
-            if not self._lifetime.end():
-                return
             clients = list(self._clients.values())
         self.directory.close()
-        if not self._lifetime.forked:
+        if not self._forked:
             self.directory.remove(self.name, self.address)
         for client in clients:
             client.connection.close()
@@ -411,16 +412,6 @@ class Node:
         self.server.close()
         self._threads.join(0.5)
         self.devices.close()
-        _nodes.discard(self)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "make another one there, with peers={name: address}")
-
-    def __enter__(self) -> Node:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- finding peers ----------------------------------------------------------------------------------------------
 
@@ -428,8 +419,8 @@ class Node:
         return self.timeout_s if timeout_s is None else timeout(timeout_s)
 
     def _client(self, name: str, timeout_s: float) -> Client:
-        if self._lifetime.forked:
-            self._lifetime.check()
+        if self._forked:
+            self._check_open()
         try:
             client = self._clients.get(name)
         except (TypeError, ValueError):  # no name: it has no hash, or an array's comparison
@@ -441,7 +432,7 @@ class Node:
             dialling = self._dialling.setdefault(name, threading.Lock())
         until_s = time.monotonic() + timeout_s
         dial = partial(self._dial, name, until_s, dialling)
-        return self._lifetime.wait_for(dial, until_s, f"a connection with {name!r}")
+        return self._wait_for(dial, until_s, f"a connection with {name!r}")
 
     def _dial(self, name: str, until_s: float, dialling: threading.Lock) -> Client:
         if not dialling.acquire(timeout=max(0.0, until_s - time.monotonic())):
@@ -452,7 +443,7 @@ class Node:
             client = self._clients.get(name)
             if client is not None and not client.connection.lost:
                 return client
-            self._lifetime.check()
+            self._check_open()
             address = self._address(name, until_s)
             try:
                 connection = _native.connect(address, self._options, max(0.0, until_s - time.monotonic()))
@@ -474,7 +465,7 @@ class Node:
             client.caller = self.name
             with self._lock:
                 try:
-                    self._lifetime.check()
+                    self._check_open()
                 except ConnectionClosedError:
                     connection.close()
                     raise
@@ -494,17 +485,16 @@ class Node:
                 name = self._watched.pop(number, "")
                 if name in self._clients and self._clients[name].number == number:
                     self._clients.pop(name).tensors.close()  # waits for replies end by themselves
-        if name and not self._lifetime.ended:
+        if name and self._unended:
             for callback in list(self._on_lost):
                 try:
                     callback(name, reason)
                 except BaseException:  # SystemExit would end this thread, which serves others
                     traceback.print_exc()
 
-    def after_fork(self) -> None:
-        """Internal: in a forked child, replaces locks that another thread of the parent may have held."""
+    def _after_fork(self) -> None:
         self._lock, self._dialling = threading.RLock(), {}
-        self._lifetime.after_fork()
+        super()._after_fork()
         self.topics.after_fork()
         self.server.after_fork()
         for client in list(self._clients.values()):
@@ -516,7 +506,7 @@ class Node:
 
 def _figures(node: Node) -> dict[str, Any]:
     """For the process's report. `open`: calls without a reply, of this node to a peer, or of a client to this node."""
-    node._lifetime.check()
+    node._check_open()
     peers = {}
     for name, client in node._open_clients():
         counts = client.connection.counts()
@@ -536,21 +526,3 @@ def _figures(node: Node) -> dict[str, Any]:
         "clients": {one.name: {"open": scheduler.open_calls(one)} for one in node.server.sessions},
         "backlog": scheduler.backlog,
     }
-
-
-# At exit no thread may be in the native layer: Python would end it there, and the process with it.
-_nodes: weakref.WeakSet[Node] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for one in list(_nodes):
-        one.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-@atexit.register
-def _close_all() -> None:
-    for one in list(_nodes):
-        one.close()

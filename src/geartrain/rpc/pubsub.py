@@ -9,9 +9,10 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, Protocol
 
-from geartrain.core.arguments import check_function, check_text, did_you_mean, refuse_copies, timeout, whole_number
+from geartrain.core.arguments import check_function, check_text, did_you_mean, timeout, whole_number
+from geartrain.core.lifetime import Uncopied
 from geartrain.errors import ArgumentError, GeartrainError
 from geartrain.rpc.registry import function
 from geartrain.transport.rendezvous import Directory
@@ -39,7 +40,7 @@ class Publishes(Protocol):
         """A call without a reply."""
 
 
-class Topic:
+class Topic(Uncopied, elsewhere="make another one there, with node.topic(...)"):
     """A named sequence of values that this node publishes, numbered from 0. `Node.topic` opens one.
 
     Each subscriber gets every value as one message, in order. A new subscriber first gets the newest `history` values.
@@ -75,9 +76,6 @@ class Topic:
         self._numbers = itertools.count()
         self._unsent: dict[int, Any] = {}
         self._publishing = False
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "make another one there, with node.topic(...)")
 
     @property
     def subscribers(self) -> list[str]:

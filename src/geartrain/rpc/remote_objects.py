@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, Protocol
 
-from geartrain.core.arguments import refuse_copies
+from geartrain.core.lifetime import Uncopied
 from geartrain.errors import ObjectGoneError
 from geartrain.rpc.future import Future
 from geartrain.rpc.registry import function, functions
@@ -28,7 +28,7 @@ class Calls(Protocol):
         """A call without a reply."""
 
 
-class Remote:
+class Remote(Uncopied, elsewhere="make another one there, with node.remote(...)"):
     """Handle of an object that a peer keeps. `remote.call("method", ...)` calls it there.
 
     Args:
@@ -82,9 +82,6 @@ class Remote:
     def close(self) -> None:
         """Tells the peer to drop the object."""
         self._node.call(self.peer, DROP, self._number)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "make another one there, with node.remote(...)")
 
     def __repr__(self) -> str:
         return f"<Remote {self._number} of {self.peer!r}>"

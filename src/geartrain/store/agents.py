@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_unmasked, refuse_copies, shown
+from geartrain.core.arguments import check_unmasked, shown
 from geartrain.core.keys import Keys
+from geartrain.core.lifetime import Uncopied
 from geartrain.errors import ArgumentError, CallCancelledError, FieldError, SchemaError, WaitTimeoutError
 from geartrain.store.recorder import RecorderPriority, StepRecorder
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 ByAgent = Mapping[Any, Any]
 
 
-class AgentRecorder(RecorderPriority):
+class AgentRecorder(Uncopied, RecorderPriority, elsewhere="make another one there, with store.agent_recorder(...)"):
     """Records agents that join and leave. `Store.agent_recorder` makes one. Use it from one thread at a time.
 
     As a context manager, leaving it ends all episodes and keeps their steps.
@@ -213,9 +214,6 @@ class AgentRecorder(RecorderPriority):
 
     def __exit__(self, *exc: object) -> None:
         self._recorder.__exit__(*exc)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "make another one there, with store.agent_recorder(...)")
 
     # --- agents and lanes -------------------------------------------------------------------------------------
 

@@ -10,13 +10,14 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, SupportsIndex, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_path, refuse_copies
+from geartrain.core.arguments import check_path
+from geartrain.core.lifetime import Closing
 from geartrain.core.progress import Progress
 from geartrain.core.schema import fields_of_stored
 from geartrain.core.tasks import RowPlan
@@ -41,7 +42,7 @@ _MOST_TRIES = 20
 T = TypeVar("T")
 
 
-class Checkpoint:
+class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directory) opens it again"):
     """An open checkpoint. Opening checks its manifest and file sizes; reading compares checksums.
 
     It stays readable until `close`, even if a save replaces or removes it meanwhile (checkpoint_directory.py). After
@@ -104,15 +105,6 @@ class Checkpoint:
     def close(self) -> None:
         """Lets it be removed, once it was replaced."""
         self._held.close()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "it has a directory open; Checkpoint(directory) opens it again")
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, SupportsIndex
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.arguments import (
     check_flag,
-    refuse_copies,
     shown,
     some_of,
     timeout,
     whole_number,
 )
 from geartrain.core.keys import Keys
+from geartrain.core.lifetime import Uncopied
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, FieldError, GeartrainError, StaleClaimError, WaitTimeoutError
 from geartrain.store.packed import AxisBounds, PackedFields, ReadValues, RowReader
@@ -165,7 +165,7 @@ class Partial:
         return f"Partial(lengths={self.lengths}, done={sorted(self.done)})"
 
 
-class ClaimedRow:
+class ClaimedRow(Uncopied, elsewhere="a claim belongs to the process that made it; pass on the values that you read"):
     """One row of a claim. Any thread may use it; the process that claimed it alone may write it.
 
     Args:
@@ -192,9 +192,6 @@ class ClaimedRow:
     def __init__(self, claim: Claim, index: int) -> None:
         self._claim = claim
         self._index = index
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "a claim belongs to the process that made it; pass on the values that you read")
 
     @property
     def key(self) -> Keys:
@@ -310,7 +307,9 @@ class ClaimedRow:
         return f"ClaimedRow(task={self._claim.task!r}, row={self.key.row[0]})"
 
 
-class Claim(PackedFields):
+class Claim(
+    Uncopied, PackedFields, elsewhere="it belongs to the process that made it; pass on the values that you read"
+):
     """Rows of a task that this process works on, oldest first. Made by `claims`, `claim` and `claim_async` of a store.
 
     `claim["ids"]` has the values of all rows one behind the other, as a copy; fields of the tasks before can be read.
@@ -369,9 +368,6 @@ class Claim(PackedFields):
         self._lost = np.zeros(len(rows), bool)  # rows whose values are zeros
         if read is not None:
             self.show(read[0], read[1], read[0])
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "it belongs to the process that made it; pass on the values that you read")
 
     def __len__(self) -> int:
         return len(self.keys)

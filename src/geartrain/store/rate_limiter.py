@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NoReturn, SupportsIndex
+from typing import Literal
 
 import geartrain._native as _native
 from geartrain.core.arguments import (
@@ -29,11 +29,11 @@ from geartrain.core.arguments import (
     check_function,
     check_real,
     check_whole,
-    refuse_copies,
     shown,
     timeout,
     whole_number,
 )
+from geartrain.core.lifetime import Uncopied
 from geartrain.errors import ArgumentError, CallCancelledError, WaitTimeoutError
 
 #: Interval at which a waiter checks for signals and for `stopping`; a wake-up does not wait for it.
@@ -99,7 +99,7 @@ class LimiterState:
         )
 
 
-class RateLimiter:
+class RateLimiter(Uncopied, elsewhere="its store can be pickled, and has it"):
     """Keeps a ratio between samples and inserts of one store, over all processes. It is off until you call `set`.
 
     With tasks it also limits the rows in flight, and their age.
@@ -125,9 +125,6 @@ class RateLimiter:
     """
 
     __slots__ = ("_native", "stopping")
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "its store can be pickled, and has it")
 
     def __init__(self, native: _native.Store) -> None:
         self._native = native

@@ -30,14 +30,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_flag, check_whole, did_you_mean, refuse_copies, shown
+from geartrain.core.arguments import check_flag, check_whole, did_you_mean, shown
 from geartrain.core.keys import Keys
+from geartrain.core.lifetime import Uncopied
 from geartrain.core.schema import Field, check_fields
 from geartrain.errors import (
     ArgumentError,
@@ -157,7 +158,7 @@ def recorded_fields(
     return {**fields, **{name: Field((), dtype) for name, dtype in REQUIRED_FIELDS.items()}, **own, **extras}
 
 
-class StepRecorder:
+class StepRecorder(Uncopied, elsewhere="make another one there, with store.recorder(...)"):
     """Records the steps of n environments into rows. `Store.recorder` makes one. Use it from one thread at a time.
 
     As a context manager, leaving it ends all episodes and keeps their steps. A recorder that is garbage-collected
@@ -483,9 +484,6 @@ class StepRecorder:
     def __exit__(self, *exc: object) -> None:
         if not self._columns.native.closed:
             self.close()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "make another one there, with store.recorder(...)")
 
     def __del__(self) -> None:
         # Blocks of a dropped recorder must not stay locked for as long as the process lives.

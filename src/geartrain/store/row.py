@@ -8,15 +8,16 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from numbers import Real
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_unmasked, check_whole, refuse_copies, shown, whole_number
+from geartrain.core.arguments import check_unmasked, check_whole, shown, whole_number
 from geartrain.core.dtypes import as_dtype, as_raw, numpy_dtype, plain_tensor
 from geartrain.core.keys import Keys
+from geartrain.core.lifetime import Uncopied
 from geartrain.errors import ArgumentError, LockTimeoutError, NoSpaceError, SchemaError, StaleKeyError, StoreClosedError
 from geartrain.store.columns import Columns, as_column, check_entry, check_priority
 
@@ -56,7 +57,9 @@ def keys_of_rows(native: _native.Store, rows: ArrayLike, capacity: int, store_id
     return Keys.of_rows(np.ascontiguousarray(numbers, np.uint32), infos["generation"], store_id)
 
 
-class _Uncommitted(ABC):
+class _Uncommitted(
+    Uncopied, ABC, elsewhere="its blocks are given back when one of two handles is dropped; copy the arrays"
+):
     """Blocks of one writer, until it commits or abandons them. A context manager: commits on a clean exit."""
 
     __slots__ = ("_columns", "_done", "_zeros")
@@ -119,9 +122,6 @@ class _Uncommitted(ABC):
             self.abandon()
         elif not self._done:
             self._commit()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "its blocks are given back when one of two handles is dropped; copy the arrays")
 
     def __del__(self) -> None:
         # Blocks of a dropped handle must not stay locked for as long as the process lives. In a forked child they

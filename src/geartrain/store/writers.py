@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from geartrain.core.lifetime import Closing
+
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 
-class ExpectedWriters:
+class ExpectedWriters(Closing, elsewhere="they are expected by replays of this process"):
     """Writers that the replays of a store handle wait for; made by `Writers.expect`. Any thread may call it.
 
     Attributes:
@@ -31,12 +33,6 @@ class ExpectedWriters:
         """They are no longer expected."""
         with suppress(ValueError):  # closed before
             self._among.remove(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class Writers:

@@ -24,8 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Any, Literal, NoReturn, SupportsIndex
+from typing import Any, Literal
 
 import geartrain._native as _native
 from geartrain.core.arguments import (
@@ -35,11 +34,11 @@ from geartrain.core.arguments import (
     check_text,
     check_texts,
     did_you_mean,
-    refuse_copies,
     shown,
     timeout,
     whole_number,
 )
+from geartrain.core.lifetime import Closing
 from geartrain.errors import ArgumentError, TransportError
 from geartrain.transport.tls import TLS
 
@@ -91,7 +90,7 @@ def viable() -> dict[str, str | None]:
     return {name: reason or None for name, reason in _native.transports().items()}
 
 
-class Connection:
+class Connection(Closing, elsewhere="connect again there, to the address of the listener"):
     """One end of a connection. Any thread may send. One thread at a time receives; others wait.
 
     Args:
@@ -265,21 +264,12 @@ class Connection:
         """
         self.native.close()
 
-    def __enter__(self) -> Connection:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "connect again there, to the address of the listener")
-
     def __repr__(self) -> str:
         state = " closed" if self.native.closed else " lost" if self.native.lost else ""
         return f"<Connection {self.native.describe()}{state}>"
 
 
-class MemoryRegion:
+class MemoryRegion(Closing, elsewhere="send its handle"):
     """Memory of this process that a peer can access. `Connection.expose` returns it.
 
     Access ends when the region is closed or garbage-collected.
@@ -310,17 +300,8 @@ class MemoryRegion:
         """Ends access. When it returns no write is in progress, and later reads and writes fail at the peer."""
         self.native.close()
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "send its handle")
 
-    def __enter__(self) -> MemoryRegion:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-
-class Listener:
+class Listener(Closing, elsewhere="send its address, to which others connect"):
     """Accepts connections. A background thread performs the handshakes, so a slow client does not delay the others.
 
     Args:
@@ -363,15 +344,6 @@ class Listener:
     def close(self) -> None:
         """Accepts no more connections. Accepted ones stay open."""
         self.native.close()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "send its address, to which others connect")
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Listener {self.address}>"

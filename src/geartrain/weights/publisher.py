@@ -6,13 +6,13 @@ import importlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_whole, refuse_copies, timeout
+from geartrain.core.arguments import check_whole, timeout
+from geartrain.core.lifetime import Closing
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError
 from geartrain.weights.format import directory_of
@@ -59,7 +59,7 @@ def check_clock(clock: Clock) -> None:
     _ = clock.clock  # which a store without tasks refuses
 
 
-class Publisher:
+class Publisher(Closing, elsewhere="weights have one publisher a host"):
     """Publishes versions of weights under a name. A host has one publisher of each name.
 
     Any thread may publish. Versions must increase, whichever thread publishes them.
@@ -168,15 +168,6 @@ class Publisher:
         if self._node is not None:
             stop_serving(self._node, self.name, self._writer)
         self._writer.close()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "weights have one publisher a host")
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Publisher of {self.name!r}, version {self._version}>"

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import mmap
-import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_text, check_whole, refuse_copies, timeout
+from geartrain.core.arguments import check_text, check_whole, timeout
+from geartrain.core.lifetime import Lifetime
 from geartrain.core.process_report import register
 from geartrain.core.shared_files import Trust, check_trust
-from geartrain.errors import ArgumentError, CorruptStoreError, GeartrainError, StoreClosedError, WaitTimeoutError
+from geartrain.errors import ArgumentError, CorruptStoreError, GeartrainError, WaitTimeoutError
 from geartrain.weights.format import Head, directory_of
 from geartrain.weights.layout import Schema, nested
 from geartrain.weights.relay import Follower
@@ -69,7 +67,7 @@ class Snapshot(Mapping[str, Any]):
         return f"<Snapshot of version {self.version}, {len(self)} names>"
 
 
-class Reader:
+class Reader(Lifetime, at_exit=True, inherited=True, elsewhere="make another one there, by the name of the weights"):
     """Reads the newest weights of a name on this host.
 
     Any thread may use a reader. Any thread may also close it, more than once and during `latest`, which then ends with
@@ -117,6 +115,7 @@ class Reader:
         if node is not None:
             check_node(node)
             check_text("source", source)
+        super().__init__(f"the reader of {name!r}")
         self.name, self.timeout_s = name, timeout(timeout_s)
         self._directory = directory_of(directory)
         self._trust = check_trust(trust)
@@ -125,9 +124,8 @@ class Reader:
         self._current: weakref.ref[Snapshot] | None = None
         self._current_head: Head | None = None
         self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread, and close
-        self._closed = False
         self._follower: Follower | None = None
-        _readers.add(self)
+        self._begin()
         try:
             if node is not None and source is not None:
                 self._follower = Follower(name, node, source, self._directory, self._trust)
@@ -193,19 +191,9 @@ class Reader:
         if self._follower is not None:
             self._follower.close()
         with self._lock:
-            self._closed = True
+            self._end()
             self._segment.wake_readers()  # threads that wait in `latest` find it closed
             self._segment.close()
-            _readers.discard(self)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "make another one there, by the name of the weights")
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     # --- snapshots --------------------------------------------------------------------------------------------------
 
@@ -260,12 +248,8 @@ class Reader:
         why = f"; {self._follower.state}" if self._follower is not None else ""
         return f"weights {self.name!r}: {there}{wanted}, within {limit_s} s; {who}{why}"
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError(f"the reader of {self.name!r} was closed")
-
-    def after_fork(self) -> None:
-        """Internal: attaches a forked child. Snapshots stay, and are held until both processes release them."""
+    def _after_fork(self) -> None:
+        # Attaches the child. Snapshots stay, and are held until both processes release them.
         self._lock = threading.RLock()
         self._segment.after_fork()
         if self._follower is not None:
@@ -305,20 +289,3 @@ def _figures(reader: Reader) -> dict[str, Any]:
     reader._check_open()
     head = reader._current_head
     return {"name": reader.name, "version": None if head is None else head.version, "relay": reader.is_relay}
-
-
-_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for reader in list(_readers):
-        reader.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-@atexit.register
-def _close_all() -> None:
-    for reader in list(_readers):
-        reader.close()

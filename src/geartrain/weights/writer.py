@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import mmap
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from geartrain.core.arguments import check_whole
+from geartrain.core.lifetime import Lifetime
 from geartrain.core.shared_files import Trust
 from geartrain.core.threads import held
-from geartrain.errors import ArgumentError, BuffersHeldError, GeartrainError, StoreClosedError, WaitTimeoutError
+from geartrain.errors import ArgumentError, BuffersHeldError, GeartrainError, WaitTimeoutError
 from geartrain.weights.format import MAX_BUFFERS
 from geartrain.weights.layout import Schema
 from geartrain.weights.segment import WeightsSegment
@@ -28,7 +26,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _CHECK_EVERY_S = 0.1
 
 
-class Writer:
+class Writer(Lifetime, at_exit=True, elsewhere="weights have one publisher a host"):
     """The only writer of a name's weights on this host, while it is open."""
 
     def __init__(self, name: str, buffers: int, directory: Path, trust: Trust = "user") -> None:
@@ -37,6 +35,7 @@ class Writer:
             raise ArgumentError(
                 f"weights have 2 to {MAX_BUFFERS} buffers, to read one and write another; found buffers={buffers}"
             )
+        super().__init__(f"the publisher of {name!r}")
         self.name, self._buffers = name, buffers
         self._segment = WeightsSegment.open(name, directory, trust=trust)
         while not self._segment.become_publisher():
@@ -55,9 +54,7 @@ class Writer:
         self.on_wait: Callable[[], object] = lambda: None
         self._lock = threading.RLock()  # of whoever writes; a signal's handler may come in between and close
         self._in_turn = False
-        self._ending = False  # whoever waits for a buffer gives up
-        self._pid = os.getpid()
-        _writers.add(self)
+        self._begin()
 
     @property
     def schema(self) -> Schema | None:
@@ -70,7 +67,7 @@ class Writer:
 
         Raises `WaitTimeoutError` where another thread has it for so long, and `StoreClosedError`.
         """
-        if self._pid != os.getpid():
+        if self._forked:
             self._check_open()
         with held(self._lock, timeout_s) as mine:
             if not mine:
@@ -89,7 +86,7 @@ class Writer:
                 yield
             finally:
                 self._in_turn = False
-                if self._ending:
+                if not self._unended:
                     self._detach()
 
     def lay_out(self, schema: Schema) -> None:
@@ -142,8 +139,7 @@ class Writer:
     def _claim(self, until_s: float, timeout_s: float) -> int:
         while True:
             released = self._segment.released()
-            if self._ending:
-                raise StoreClosedError(f"the publisher of {self.name!r} was closed")
+            self._check_open()
             newest = self._segment.head()
             order = sorted(range(self._buffers), key=lambda i: i not in self._used)  # warm ones first
             for buffer in order:
@@ -183,17 +179,9 @@ class Writer:
             with contextlib.suppress(OSError):  # an older kernel: slower
                 mapped.madvise(_MADV_POPULATE_WRITE, start, size)
 
-    def _check_open(self) -> None:
-        if self._pid != os.getpid():
-            raise StoreClosedError(
-                f"the publisher of {self.name!r} belongs to the process that this one was forked from"
-            )
-        if self._segment.fd < 0:
-            raise StoreClosedError(f"the publisher of {self.name!r} was closed")
-
     def end_waits(self) -> None:
         """Ends the wait of a thread for a buffer with `StoreClosedError`, and all later waits too."""
-        self._ending = True
+        self._end()
         for segment in (self._segment, self._old):
             if segment is not None:
                 segment.wake_publisher()
@@ -206,32 +194,13 @@ class Writer:
                 self._detach()
 
     def _detach(self) -> None:
-        _writers.discard(self)
         if self._old is not None:
             self._old.close()
         self._segment.close()
 
-    def after_fork(self) -> None:
-        """In a forked child: closes what it inherited, so that it does not hold the publisher's lock."""
+    def _after_fork(self) -> None:
+        # Closes what the child inherited, so that it does not hold the publisher's lock.
         self._lock, self._in_turn = threading.RLock(), False
         for segment in (self._segment, self._old):
             if segment is not None:
                 segment.abandon()
-
-
-_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for writer in list(_writers):
-        writer.after_fork()
-    _writers.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-@atexit.register
-def _close_all() -> None:
-    for writer in list(_writers):
-        writer.close()

@@ -9,11 +9,11 @@ import os
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from geartrain.core.lifetime import Closing
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust
 from geartrain.errors import ArgumentError, SourceError, StoreClosedError
@@ -74,7 +74,7 @@ class RowGroup:
         return self.values[name][row, first : first + self.lengths[index]]
 
 
-class StoredRows:
+class StoredRows(Closing, elsewhere="open the store there"):
     """Rows of a store or checkpoint at the time when this object was made, oldest first.
 
     The store may be in use. Rows that are overwritten before they are read are left out and counted.
@@ -221,14 +221,6 @@ class StoredRows:
         """Closes what this has opened."""
         if self._mine is not None:
             self._mine.close()
-
-    def __enter__(self) -> StoredRows:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _split(group: RowGroup, marks: Array, once: Set[str], repeats: Set[str]) -> RowGroup:

@@ -18,15 +18,14 @@ never drops an event. If a peer is lost, the events in flight to it are lost too
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future as Work
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any
 
-from geartrain.core.arguments import refuse_copies
+from geartrain.core.lifetime import Uncopied, living
 from geartrain.core.threads import ReentrantEvent, held
 from geartrain.errors import (
     ConnectionClosedError,
@@ -46,7 +45,7 @@ from geartrain.rpc.registry import function
 Handler = Callable[[str, tuple[Any, ...], dict[str, Any]], Sequence["Work[Any]"]]
 
 
-class Bus:
+class Bus(Uncopied, elsewhere="make another one there, which connects to this one"):
     """One node of the bus. `connect` joins others; nodes that join this one are accepted at any time.
 
     Any thread may use and close it. In a forked child it behaves like a closed bus and emits to nobody.
@@ -111,9 +110,6 @@ class Bus:
         Returns when each was tried once; `emit` waits for that as well.
         """
         self.members.connect(contacts)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "make another one there, which connects to this one")
 
     def close(self) -> None:
         """Leaves all peers. What was sent is still delivered. Does not wait for replies."""
@@ -237,15 +233,7 @@ class Bus:
 # --- functions that peers call --------------------------------------------------------------------------------------
 
 _buses: dict[Node, Bus] = {}  # until they are closed
-_made: weakref.WeakSet[Bus] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for bus in list(_made):
-        bus.members.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_made: weakref.WeakSet[Bus] = living(after_fork=lambda bus: bus.members.after_fork())
 
 
 def _bus(caller: Caller) -> Bus:

@@ -30,11 +30,12 @@ from concurrent.futures import Future as Work
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NoReturn, SupportsIndex, cast
+from typing import Any, cast
 from urllib.parse import urlparse
 
 import geartrain.integrations.di_engine.options as queue_options
-from geartrain.core.arguments import check_choice, refuse_copies
+from geartrain.core.arguments import check_choice
+from geartrain.core.lifetime import Uncopied
 from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain.integrations.di_engine.bus import Bus
@@ -68,7 +69,7 @@ _RUNNER = [
 ]
 
 
-class Queue:
+class Queue(Uncopied, elsewhere="make another one there, which attaches to this one"):
     """DI-engine's message queue interface on a `Bus`. `install` derives the class that DI-engine uses."""
 
     def __init__(
@@ -116,9 +117,6 @@ class Queue:
                 "containers can be emitted, and not DI-engine's own objects, which need pickle",
                 self.options.node_id,
             )
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copies(self, "make another one there, which attaches to this one")
 
     # --- what DI-engine calls ---------------------------------------------------------------------------------------
 

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import jax
 
+from geartrain._native import forks
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, StoreClosedError
 from geartrain.integrations.jax.streams import Streams
 from geartrain.store.store import Store
-
-_forks = 0  # how often this process is a forked child
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
 
 
 class BufferContents:
@@ -29,11 +19,11 @@ class BufferContents:
 
     def __init__(self, store: Store, streams: Streams, tree: Any, fields: list[Field], shared: bool) -> None:
         self.store, self.streams, self.tree, self.fields, self.shared = store, streams, tree, fields, shared
-        self.forks = _forks
+        self.forks = forks()
 
     def check(self) -> None:
         """Raises ArgumentError in a forked child, StoreClosedError once it was closed."""
-        if self.forks != _forks:
+        if self.forks != forks():
             raise ArgumentError(
                 "this buffer belongs to the process that this one was forked from, and JAX does not work "
                 "after a fork: start a new process, and join the store by its name (store=...)"
@@ -43,7 +33,7 @@ class BufferContents:
 
     def close(self) -> None:
         """Closes the store. In the process that made it, also closes the writer and the sampler."""
-        if self.forks == _forks:
+        if self.forks == forks():
             self.streams.close()
         self.store.close()
 

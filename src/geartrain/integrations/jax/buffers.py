@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.arguments import check_real, check_whole
 from geartrain.core.keys import Keys
+from geartrain.core.lifetime import Closing
 from geartrain.core.schema import MAX_NAME_BYTES, Field
 from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain.integrations.jax.streams import Streams, rows_for, steps_of_row
@@ -50,7 +51,7 @@ class Sample(NamedTuple):
     probabilities: Any = None
 
 
-class TrajectoryBuffer:
+class TrajectoryBuffer(Closing, elsewhere="share it by the name of its store"):
     """A buffer of streams of timesteps. `make_flat_buffer` and its siblings make one.
 
     Methods take and return a `BufferState`. They work outside `jax.jit`, and inside `jax.jit`, `lax.scan`, `lax.cond`
@@ -258,12 +259,6 @@ class TrajectoryBuffer:
             contents = reference()
             if contents is not None and not contents.store.closed:
                 contents.close()
-
-    def __enter__(self) -> TrajectoryBuffer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _missing_axes(self) -> tuple[int, ...]:
         """Places of the axes (streams, steps) that timesteps are given without."""

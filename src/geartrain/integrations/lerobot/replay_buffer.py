@@ -6,19 +6,20 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_function, check_text, check_texts, check_whole, refuse_copies
+from geartrain._native import forks
+from geartrain.core.arguments import check_function, check_text, check_texts, check_whole
 from geartrain.core.global_generators import drawing
+from geartrain.core.lifetime import Lifetime
 from geartrain.core.threads import refuse_within
 from geartrain.errors import (
     ArgumentError,
     EmptyBufferError,
     IncompatibleStoreError,
-    StoreClosedError,
     StoreMissingError,
 )
 from geartrain.integrations.lerobot.augmentation import random_shift
@@ -43,13 +44,12 @@ from geartrain.integrations.transitions.layout import (
 from geartrain.integrations.transitions.writer import TransitionWriter
 from geartrain.store.store import Store
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _REACH = 1
 
 
-class LeRobotReplayBuffer:
+class LeRobotReplayBuffer(
+    Lifetime, inherited=True, elsewhere="share it by the name of its store, or write it with to_lerobot_dataset"
+):
     """`lerobot.rl.buffer.ReplayBuffer` over a store in shared memory.
 
     Each observation is stored once. The next state of a transition is the one that was added, even if the episode was
@@ -112,6 +112,7 @@ class LeRobotReplayBuffer:
             raise ArgumentError(f"writers must be at least 1, found {writers}")
         if torch.device(storage_device).type != "cpu":
             raise ArgumentError(f"transitions lie in shared memory: storage_device is 'cpu', found {storage_device!r}")
+        super().__init__("the replay buffer")
         self.capacity = capacity
         self.device = device
         self.storage_device = storage_device
@@ -123,8 +124,6 @@ class LeRobotReplayBuffer:
         self.use_drq = use_drq
         self._given, self._writers, self._reserve = _store_or_name(store), writers, reserve
         self._lock = threading.RLock()
-        self._pid = os.getpid()
-        self._closed = False
         self._store: Store | None = None
         self._entries: TransitionEntries
         self._enough = 0  # transitions that are there at least
@@ -176,8 +175,7 @@ class LeRobotReplayBuffer:
         Raises:
             StoreClosedError: the buffer was closed.
         """
-        if self._closed:
-            raise StoreClosedError("the replay buffer was closed")
+        self._check_open()
         if self._store is None and isinstance(self._given, str):
             try:
                 store = Store.open(self._given)
@@ -192,8 +190,8 @@ class LeRobotReplayBuffer:
 
     def _locked(self) -> Any:
         """The lock; a forked child makes its own, and what it adds is its own too."""
-        if self._pid != os.getpid():
-            self._lock, self._pid = threading.RLock(), os.getpid()
+        if self._forked:
+            self._lock, self._forks = threading.RLock(), forks()
             if self._store is not None:
                 self._attach(self._store)
         self._refuse_within()
@@ -204,18 +202,9 @@ class LeRobotReplayBuffer:
 
     def close(self) -> None:
         """Closes the buffer's store, unless it was passed in open. Later calls raise `StoreClosedError`."""
-        self._closed = True
+        self._end()
         if self._store is not None and self._store is not self._given:
             self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        refuse_copies(self, "share it by the name of its store, or write it with to_lerobot_dataset")
 
     # --- adding -----------------------------------------------------------------------------------------------
 

@@ -8,27 +8,27 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 
+from geartrain._native import forks
 from geartrain.core.arguments import (
     check_choice,
     check_flag,
     check_path,
     check_text,
     check_whole,
-    refuse_copies,
     timeout,
     whole_number,
 )
 from geartrain.core.global_generators import drawing
+from geartrain.core.lifetime import Lifetime
 from geartrain.core.threads import refuse_within
 from geartrain.errors import (
     ArgumentError,
     EmptyBufferError,
     EmptyStoreError,
-    StoreClosedError,
     StoreExistsError,
     StoreMissingError,
 )
@@ -43,16 +43,13 @@ from geartrain.integrations.transitions.writer_lock import WriterLock
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.store import Store
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _FORMAT, _VERSION, _CHECKPOINT = "geartrain trajectories", 1, "trajectories"
 _MOST = 2**31
 # A first trajectory may be shorter than others are, such as what a human did within a longer one.
 _LEAST_SAMPLES = 64
 
 
-class TrajectoryReplayBuffer:
+class TrajectoryReplayBuffer(Lifetime, inherited=True, elsewhere="share it by the name of its store"):
     """RLinf's `TrajectoryReplayBuffer` over a store in shared memory.
 
     It keeps the newest trajectories, and draws batches of samples from them. A sample is a step of one environment, and
@@ -143,8 +140,7 @@ class TrajectoryReplayBuffer:
         self._timeout_s = timeout(timeout_s)
         self._adding = WriterLock(self._timeout_s)
         self._drawing = threading.RLock()
-        self._pid = os.getpid()
-        self._closed = False
+        super().__init__("the replay buffer")
         self._store: Store | None = None
         self._rows: TrajectoryRows
         self._draws: SampleDraws
@@ -184,8 +180,7 @@ class TrajectoryReplayBuffer:
             StoreClosedError: the buffer was closed.
         """
         self._own()
-        if self._closed:
-            raise StoreClosedError("the replay buffer was closed")
+        self._check_open()
         if self._store is None and isinstance(self._given, str):
             with self._adding.thread():
                 if self._store is None:
@@ -196,16 +191,15 @@ class TrajectoryReplayBuffer:
     def _use_or_close(self, store: Store) -> None:
         try:
             self._use(store)
-            if self._closed:
-                raise StoreClosedError("the replay buffer was closed")
+            self._check_open()
         except BaseException:
             store.close()
             raise
 
     def _own(self) -> None:
         """Gives a forked child locks of its own, and draws that are not its parent's."""
-        if self._pid != os.getpid():
-            self._pid, self._drawing, self._adding = os.getpid(), threading.RLock(), WriterLock(self._timeout_s)
+        if self._forked:
+            self._forks, self._drawing, self._adding = forks(), threading.RLock(), WriterLock(self._timeout_s)
             self._generator = torch.Generator()  # the parent's may be locked, by a thread that draws from it
             self._begin_draws(int.from_bytes(os.urandom(4), "little"))
 
@@ -223,19 +217,10 @@ class TrajectoryReplayBuffer:
         Args:
             wait: has no effect: what was added is written.
         """
-        self._closed = True
+        self._end()
         if self._store is not None and self._store is not self._given:
             self._store.close()
         self._adding.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        refuse_copies(self, "share it by the name of its store")
 
     # --- adding -----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from stable_baselines3.common import buffers as stock
 from stable_baselines3.common.preprocessing import get_obs_shape
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 
+from geartrain._native import forks
 from geartrain.core.arguments import check_whole
 from geartrain.core.global_generators import drawing
 from geartrain.core.keys import Keys
@@ -45,15 +45,6 @@ from geartrain.store.store import Store
 
 # By flags: whether the episode is over by the rules of the environment.
 _DONES = np.array([(flags & (DONE | TIMEOUT)) == DONE for flags in range(256)], np.float32)
-_forks = 0  # how often this process is a forked child
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
 
 
 class ReplayBuffer(stock.ReplayBuffer):
@@ -181,7 +172,7 @@ class ReplayBuffer(stock.ReplayBuffer):
         self._attach(None, 0)
 
     def _attach(self, writer: int | None, count: int) -> None:
-        self._forks = _forks
+        self._forks = forks()
         self.writer = TransitionWriter(
             self.store, list(self._shapes), self.n_envs, self.reach, writer=writer, count=count
         )
@@ -213,7 +204,7 @@ class ReplayBuffer(stock.ReplayBuffer):
         Raises:
             ArgumentError: an info takes more than `info_bytes`. SchemaError: shapes that do not fit the spaces.
         """
-        if self._forks != _forks:
+        if self._forks != forks():
             self._join_after_fork()
         step = self._arrays(next_obs)
         action = np.asarray(action, self._action_dtype)
@@ -285,7 +276,7 @@ class ReplayBuffer(stock.ReplayBuffer):
         """
         if check_whole("batch_size", batch_size) < 1:
             raise ArgumentError(f"batch_size must be at least 1, found {batch_size}")
-        if self._forks != _forks:
+        if self._forks != forks():
             self._join_after_fork()
         windows = self._draws.sample(batch_size)
         if windows is None:  # few transitions, or none

@@ -38,7 +38,6 @@ name. The creator locks the directory of that name in /dev/shm. The kernel relea
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import json
@@ -50,6 +49,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import geartrain.tools.testing.namespaces as namespaces
+from geartrain.core.lifetime import Lifetime
 from geartrain.tools.testing.namespaces import DEADLINE_S, HostsError
 from geartrain.tools.testing.network_switch import MTU, QUEUE_FRAMES, Switch, SwitchError, address_of, open_tap
 
@@ -86,7 +86,7 @@ class HostFiles(NamedTuple):
     memory: Path  # to be mounted over /dev/shm
 
 
-class Hosts:
+class Hosts(Lifetime, error=HostsError, at_exit=True, elsewhere="they belong to the process that made them"):
     """`n` hosts on this machine, joined by links of `rate_mbit` megabits a second in each direction.
 
     A context manager; leaving it kills what runs in the hosts and removes them.
@@ -136,6 +136,7 @@ class Hosts:
         reason = namespaces.missing_tools(self.switched)
         if reason is not None:
             raise HostsError(reason)
+        super().__init__(f"the group of {n} hosts")
         self.n = n
         self.rates_mbit = rates
         self.rtt_ms = rtt_ms
@@ -143,12 +144,10 @@ class Hosts:
         self.sites = tuple(sites) if sites is not None else tuple(range(n))
         self.queue_ms = queue_ms
         self._switch: Switch | None = None
-        self._maker = os.getpid()
         self._processes: list[subprocess.Popen[Any]] = []
-        self._closed = False
         Hosts.remove_stale()
         self.name, self._lock = namespaces.new_name()
-        atexit.register(self.close)
+        self._begin()
         try:
             self._make()
             if n > 1:
@@ -291,10 +290,8 @@ class Hosts:
 
     def close(self) -> None:
         """Kills the hosts' processes and removes the hosts. Idempotent; a no-op in a forked child."""
-        if self._closed or os.getpid() != self._maker:
+        if self._forked or not self._end():
             return
-        self._closed = True
-        atexit.unregister(self.close)
         try:
             namespaces.remove(self.name)
         finally:
@@ -305,17 +302,11 @@ class Hosts:
                 with contextlib.suppress(subprocess.TimeoutExpired):  # killed above; only collected here
                     process.wait(DEADLINE_S)
 
-    def __enter__(self) -> Hosts:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         speeds = ["no limit" if rate is None else f"{rate:g}" for rate in dict.fromkeys(self.rates_mbit)]
         far = f", rtt_ms={self.rtt_ms:g}, loss={self.loss:g}" if self.switched else ""
         words = f"rate_mbit={'/'.join(speeds)}{far}, {self.name!r}"
-        return f"Hosts({self.n}, {words}{', closed' if self._closed else ''})"
+        return f"Hosts({self.n}, {words}{'' if self._unended else ', closed'})"
 
     # --- making ---------------------------------------------------------------------------------------------
 
@@ -420,8 +411,7 @@ class Hosts:
         return i
 
     def _space(self, i: int) -> str:
-        if self._closed:
-            raise HostsError("these hosts were closed")
+        self._check_open()
         return f"{self.name}-{self._checked(i)}"
 
     def _inside(self, i: int, argv: Sequence[str]) -> list[str]:

@@ -7,11 +7,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from geartrain.core.lifetime import Closing
 from geartrain.errors import ConnectionClosedError, MessageError, PeerLostError, TransportError, WaitTimeoutError
 from geartrain.transport.one_sided.nixl.agent import Agent, describe, nixl_errors, text_of, this_agent
 
@@ -21,7 +21,7 @@ _VERSION = 1
 _Span = tuple[int, int, int]  # address, bytes, device as NIXL counts them
 
 
-class RegisteredRegion:
+class RegisteredRegion(Closing, elsewhere="send its descriptor"):
     """Registered memory that peers may write and read. They need its `descriptor`. Closing the region ends access."""
 
     def __init__(self, agent: Agent, memory: Any) -> None:
@@ -49,12 +49,6 @@ class RegisteredRegion:
             self._agent.native.deregister_memory(self._registered)
         self._registered = self._owner = None
 
-    def __enter__(self) -> RegisteredRegion:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
 
 def expose(memory: Any) -> RegisteredRegion:
     """Registers a C-contiguous NumPy array or a contiguous tensor, on the CPU or a GPU. The region keeps it alive.
@@ -66,7 +60,7 @@ def expose(memory: Any) -> RegisteredRegion:
     return RegisteredRegion(this_agent(), memory)
 
 
-class NixlLink:
+class NixlLink(Closing, elsewhere="make another one there"):
     """One-sided access to one peer's registered regions. Made by `attach`, or by a `Handshake`."""
 
     def __init__(self, agent: Agent, name: str, lost: Callable[[], bool]) -> None:
@@ -184,12 +178,6 @@ class NixlLink:
         """Ends the link; the connection that it was made over stays open."""
         if self._agent.usable():
             self._end("it was closed")
-
-    def __enter__(self) -> NixlLink:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<NixlLink {describe()} to {self.peer}{' ended' if self._ended else ''}>"
