@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from deadlines import patience
 
@@ -17,9 +16,7 @@ import geartrain_bench.allreduce.arguments as allreduce_arguments
 import geartrain_bench.allreduce.bench as allreduce
 import geartrain_bench.allreduce.plot as allreduce_plot
 import geartrain_bench.allreduce.profile as allreduce_profile
-import geartrain_bench.allreduce.reducer_threads as reducer_threads
 import geartrain_bench.allreduce.report as allreduce_report
-import geartrain_bench.allreduce.slow_links as slow_links
 import geartrain_bench.harness.report as report
 from geartrain.errors import ArgumentError
 from geartrain.tools.plan.allreduce import Network
@@ -83,13 +80,6 @@ def test_rounds_begin_together_and_every_element_is_checked(tmp_path: Path) -> N
 
     _, errors = rounds_of_two(tmp_path, wrong, nbytes=4000, calls=1, rounds=1, warm=0)
     assert [str(error) for error in errors] and "element 999" in str(errors[0])
-
-
-def test_sums_are_exact_in_any_order() -> None:
-    forward, backward = total(8, 1000), np.zeros(1000, np.float32)
-    for rank in reversed(range(8)):
-        backward += contribution(rank, 1000)
-    assert (forward == backward).all() and len({contribution(r, 100).tobytes() for r in range(8)}) == 8
 
 
 def test_arms_know_what_the_model_says_of_them() -> None:
@@ -204,27 +194,6 @@ def test_a_profile_says_where_the_time_of_a_call_goes(tmp_path: Path, capsys: py
     assert "copy out" in (tmp_path / "bench.json").read_text()
 
 
-def test_a_rank_profiles_what_it_did_between_two_answers() -> None:
-    def answer(calls: int, us: float) -> dict[str, Any]:
-        stages = allreduce_profile.STAGES
-        counted = {
-            "operations": 7 + calls,
-            "by_callers": 7 + calls // 2,
-            "sent": 0,
-            "received": 0,
-            "read": 4096 * calls,
-        }
-        return {**counted, "ns": dict.fromkeys(stages, 1e3 * us), "entered": dict.fromkeys(stages, 2 * calls)}
-
-    found = allreduce_profile.of_calls(answer(0, 0), answer(10, 50), [100e-6, 140e-6])
-    assert found["whole_us"] == pytest.approx(120) and found["us"]["sum"] == pytest.approx(5)
-    assert found["us"]["call"] == pytest.approx(120 - 10 * 5) and found["times"]["sleep"] == 2
-    assert found["by_callers"] == 0.5 and found["read_bytes"] == 4096
-    other = allreduce_profile.of_calls(answer(0, 0), answer(10, 100), [80e-6])
-    both = allreduce_profile.mean([found, other])
-    assert both["whole_us"] == pytest.approx(100) and both["us"]["sum"] == pytest.approx(7.5)
-
-
 @needs_hosts
 @pytest.mark.slow
 def test_a_failed_rank_is_named_and_the_bed_goes_on() -> None:
@@ -256,22 +225,3 @@ def test_every_part_on_hosts_has_cases_plots_and_bytes_near_theory(tmp_path: Pat
     allreduce_report.print_cases(result)
     drawn = {"bench.png", "bench-slow-link.png", "bench-delay.png", "bench-throughput.png"}
     assert {path.name for path in tmp_path.iterdir()} == drawn
-
-
-@pytest.mark.slow
-@needs_hosts
-def test_reducers_are_compared_with_a_one_way_transfer_of_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
-    slow_links.measure(2, [1], [0.25], 200.0, 1)
-    said = capsys.readouterr().out
-    assert "one-way TCP" in said
-    planned = hybrid(2, 1).planned_s(Network((25e6,) * 2, (25e6,), 2**18)) / (2**18 / 25e6)
-    assert f"of {planned:.3f} transfers" in said
-
-
-@pytest.mark.slow(reason="starts four interpreters")
-def test_a_reducer_of_two_threads_is_compared_with_one_of_one(capsys: pytest.CaptureFixture[str]) -> None:
-    reducer_threads.measure([1, 2], 2, 0.25, 2, 1, 0.0, None)
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert head.startswith("2 ranks, 0.25 MB, 2 rounds of 1 calls; load")
-    assert [line.split()[0] for line in lines] == ["1", "2"]
-    assert all(float(line.split()[2]) > 0 for line in lines)

@@ -19,7 +19,6 @@ import geartrain_bench as bench
 import geartrain_bench.distributed_replay.bench as ranks
 import geartrain_bench.distributed_replay.report as ranks_report
 import geartrain_bench.harness.report as report
-import geartrain_bench.harness.timing as harness
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.harness.baselines import BaselineError
 from geartrain_bench.harness.fleet import Fleet
@@ -127,25 +126,6 @@ def test_the_result_can_be_shown_kept_and_drawn(
         assert (tmp_path / name).read_bytes() == drawn
 
 
-@whole_bench
-def test_nothing_stays_behind(result: ranks.RanksResult) -> None:
-    assert result.rows
-    assert not Path(f"/dev/shm/geartrain_bench-ranks-{os.getpid()}").exists()
-    assert not list(Path("/dev/shm").glob(f"gt{os.getpid():x}-*"))
-
-
-@whole_bench
-def test_peers_that_did_not_run_are_named_with_the_reason(result: ranks.RanksResult) -> None:
-    missing = result.baselines_missing
-    assert ("--baseline-python reverb=" in missing["reverb"]) if no_hosts is None else (missing["hosts"] == no_hosts)
-
-
-def test_the_bench_is_known_by_its_name() -> None:
-    assert bench.load("ranks") is ranks.main
-    assert ranks.FULL.scaling is not None and ranks.FULL.scaling.batches == (32, 64, 128, 256, 512, 1024)
-    assert harness.new_result("ranks", quick=True, baselines=[], packages=()).command == "geartrain bench ranks --quick"
-
-
 def test_a_rank_that_fails_ends_the_bench_with_its_own_words() -> None:
     with Fleet.here(1) as fleet:
         with pytest.raises(BaselineError, match="rank 0: KeyError: 'no such store'"):
@@ -158,11 +138,6 @@ def test_a_process_that_never_answers_is_an_error_not_a_hang() -> None:
     with Fleet.here(1, ["sh", "-c", "read one; read another"]) as fleet:
         with pytest.raises(BaselineError, match=r"ranks \[0\] gave no answer .* in 0\.2 s"):
             fleet.ask([0], timeout_s=0.2, do="leave")
-
-
-def test_an_interpreter_that_does_not_exist_is_an_error() -> None:
-    with pytest.raises(BaselineError, match="rank 0 does not start"):
-        Fleet.here(1, ["/nowhere/python"])
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,10 @@ import math
 
 import pytest
 
-import geartrain_bench as bench
 import geartrain_bench.feeding.bench as feeding
 from geartrain.tools.testing.cluster import Hosts
 
 NO_HOSTS = f"no hosts can be made here: {Hosts.viable()}"
-
-
-def test_it_is_known_by_name() -> None:
-    assert bench.load("feed") is feeding.main
 
 
 def test_without_hosts_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

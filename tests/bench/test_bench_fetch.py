@@ -24,16 +24,6 @@ def test_every_case_has_its_floor_and_finite_numbers(monkeypatch: pytest.MonkeyP
     assert any("do not apply to any GPU" in note for note in result.notes)
 
 
-def test_the_crossover_is_said_in_words() -> None:
-    both = {
-        4_000: {"gather": 1.0, "copy": 3.0, "staged": 2.0},
-        10**6: {"gather": 4.0, "copy": 1.0, "staged": 5.0},
-    }
-    note = fetch.crossover_note(both)
-    assert "4000: 3.00 and 2.00, 1000000: 0.25 and 1.25" in note
-    assert "rows of up to 63246 bytes are gathered" in note
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(GeartrainError, match="fetch cannot be timed on a GPU here"):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from deadlines import patience
 
 pytest.importorskip("torch")
 
@@ -20,14 +17,11 @@ import geartrain_bench.llm.links as links
 import geartrain_bench.llm.memory as memory
 import geartrain_bench.llm.processes as processes
 import geartrain_bench.llm.report as llm_report
-from geartrain.errors import ArgumentError
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench import BenchResult, load, plot_saved
-from geartrain_bench.harness.child_process import BaselineError
 from geartrain_bench.harness.report import write_json
 from geartrain_bench.harness.timing import Row
-from geartrain_bench.llm.run import CPU, PEER, WALL, Peer, Plan, Run
-from geartrain_bench.llm.samples import DISTRIBUTIONS, USUAL, Lengths, digest, in_rows, make_answers, nbytes
+from geartrain_bench.llm.run import CPU, PEER, WALL, Plan, Run
 
 TINY = Plan(
     answers=16, per_row=(4, 1), repeats=2, case_s=0.05, calls=2, ready_rows=128, claimers=2, claims=2, wakes=20,
@@ -35,31 +29,11 @@ TINY = Plan(
     settling=1, full_moments=2, gather_bytes=1 << 20, read_bytes=1 << 17, link_hosts=2, train_ms=0.1, link_batches=2,
     link_rounds=1,
 )  # fmt: skip
-SHORT = Lengths(2, 40, 10.0)
 
 
 def new_run(**changes: object) -> Run:
     result = harness.new_result("llm", quick=False, baselines=(), packages=())
     return Run(dataclasses.replace(TINY, **changes), result)
-
-
-def test_lengths_have_their_range_and_mean() -> None:
-    random = np.random.default_rng(0)
-    for lengths in (*DISTRIBUTIONS, SHORT):
-        drawn = lengths.draw(50_000, random)
-        assert lengths.low <= drawn.min() <= drawn.max() <= lengths.high
-        assert drawn.mean() == pytest.approx(lengths.mean, rel=0.02)
-    assert (USUAL.name, DISTRIBUTIONS[1].name) == ("200 to 2,048 tokens", "20 to 2,000 tokens, mean 500")
-
-
-def test_rows_have_the_answers_one_behind_the_other() -> None:
-    answers = make_answers([3, 1, 2, 5], np.random.default_rng(0))
-    rows = in_rows(answers, 2)
-    assert [each.tolist() for each in rows["length"]] == [[3, 1], [2, 5]]
-    flat = {name: np.concatenate(each) for name, each in answers.items()}
-    assert digest(flat) == digest({name: np.concatenate(rows[name]) for name in answers})
-    assert digest(flat) != digest({**flat, "mask": ~flat["mask"]})
-    assert nbytes(rows) == 11 * 13 + 4 * 4
 
 
 def test_without_its_peer_every_call_is_measured_beside_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,14 +53,6 @@ def test_without_its_peer_every_call_is_measured_beside_its_floor(monkeypatch: p
     assert llm.INSTALL in llm.run(dataclasses.replace(TINY, per_row=()), {}).baselines_missing["transferqueue"]
 
 
-def test_parts_are_measured_by_their_name_and_an_unknown_name_is_refused() -> None:
-    result = llm.run(TINY, {}, only=("one row", "fetch, rows of 4"))
-    assert {row.case for row in result.rows} == {"packed fetch, rows of 4", "one row"}
-    assert result.command.endswith('--case "one row" --case "fetch, rows of 4"')
-    with pytest.raises(ArgumentError, match="no part has 'pigeons' in its name; parts are memory, 200 to"):
-        llm.run(TINY, {}, only=("pigeons",))
-
-
 def test_a_peer_that_returns_other_bytes_or_fails_is_lost_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from geartrain_bench.llm.calls import packed_fetch
 
@@ -103,26 +69,6 @@ def test_a_peer_that_returns_other_bytes_or_fails_is_lost_and_named(monkeypatch:
     packed_fetch(run, 4)
     assert run.peer is None and closed and "other bytes" in run.result.baselines_missing["transferqueue"]
     assert {row.system for row in run.result.rows} == {"floor", "geartrain"}
-
-
-def test_a_full_region_is_compared_with_the_bytes_of_its_values() -> None:
-    run = new_run()
-    memory.memory(run, SHORT, 4)
-    memory.growing_memory(run, SHORT, 4)
-    for case in ("2 to 40 tokens, mean 10, rows of 4", "2 to 40 tokens, mean 10, rows of 4, growing"):
-        for metric in (memory.MEMORY, memory.TAIL):
-            (row,) = [row for row in run.result.rows if (row.case, row.metric) == (case, metric)]
-            assert 1.0 < row.p50 <= row.p95 < 10.0
-
-
-def test_cold_rows_are_read_beside_a_copy_of_as_many_bytes() -> None:
-    run = new_run()
-    memory.gather(run, SHORT, 4)
-    memory.gather_of_size(run, 1_200)
-    rows = {(row.case, row.system): row for row in run.result.rows}
-    assert {case for case, _ in rows} == {"2 to 40 tokens, mean 10, rows of 4", "1.2 KB a field and row"}
-    assert {system for _, system in rows} == {"floor", "geartrain", "a memcpy a row, in C"}
-    assert all(row.metric == memory.GATHER and row.p50 > 0 for row in rows.values())
 
 
 def test_processes_claim_wake_and_train(monkeypatch: pytest.MonkeyPatch, preloaded_children: None) -> None:
@@ -204,9 +150,3 @@ def test_it_is_known_by_name_and_its_saved_result_is_drawn_again(
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "drawn.png").read_bytes()
     write_json(result, tmp_path / "llm.json")
     assert math.isclose(llm_report.targets(result)[0].found, 100.0)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("transfer_queue") is not None, reason="it is installed here")
-def test_a_peer_without_its_packages_says_so() -> None:
-    with pytest.raises(BaselineError, match="No module named 'transfer_queue'"):
-        Peer(sys.executable, make_answers([2, 3], np.random.default_rng(0)), setup_s=patience(30))

@@ -8,12 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-import geartrain_bench as bench
 import geartrain_bench.overheads.bench as overheads
-
-
-def test_it_is_known_by_name() -> None:
-    assert bench.load("overheads") is overheads.main
 
 
 def test_quick_ends_within_a_minute_where_processes_start_slowly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ if not torch.distributed.is_available() or not torch.distributed.rpc.is_availabl
     pytest.skip("this torch has no torch.distributed.rpc", allow_module_level=True)
 
 import geartrain_bench.rpc_rl.bench as rpc_rl  # noqa: E402
-import geartrain_bench.rpc_rl.worker as rpc_rl_worker  # noqa: E402
 from geartrain_bench.rpc_rl.samples import METRICS, Samples  # noqa: E402
 from geartrain_bench.rpc_rl.settings import read  # noqa: E402
 from geartrain_bench.rpc_rl.team import started  # noqa: E402
@@ -82,12 +80,6 @@ def test_values_that_make_no_sense_are_refused_by_name(argument: str, value: str
         read([argument, value])
 
 
-def test_torch_runs_in_the_middle_of_geartrains_halves() -> None:
-    assert rpc_rl._turns(["geartrain", "torch"], 10) == [("geartrain", 5), ("torch", 10), ("geartrain", 5)]
-    assert rpc_rl._turns(["geartrain", "torch"], 3) == [("geartrain", 1), ("torch", 3), ("geartrain", 2)]
-    assert rpc_rl._turns(["torch"], 10) == [("torch", 10)]
-
-
 # --- metrics -------------------------------------------------------------------------------------------------------
 
 
@@ -128,17 +120,6 @@ def test_every_step_of_every_observer_is_measured(backend: str, batch: bool) -> 
     assert all(process.exitcode == 0 for process in team.processes)
 
 
-def test_batched_and_single_decisions_are_the_same_work_for_all_backends() -> None:
-    work = rpc_rl_worker.Work(5, True, (3, 4), 2, 6, 1, None, "")
-    agent = rpc_rl_worker.Agent(work)
-    assert [type(layer).__name__ for layer in agent.policy] == ["Flatten", "Linear", "Linear", "Linear", "Softmax"]
-    actions = agent.decide(torch.rand(3, 3, 4))
-    assert actions.shape == (3,) and int(actions.max()) < 6
-    assert agent.log_probs[0].requires_grad, "a training step could follow"
-    assert 0 <= agent.decide_one(torch.rand(3, 4)) < 6
-    assert len(agent.take_latencies()) == 1 and agent.take_latencies() == []
-
-
 def test_a_killed_observer_is_an_error_not_a_hang() -> None:
     settings = read([*SMALL, "--world-size", "4"])
     with pytest.raises(PeerLostError, match=r"(observer3 .*exit code -9|failed)"):
@@ -146,16 +127,6 @@ def test_a_killed_observer_is_an_error_not_a_hang() -> None:
             os.kill(team.processes[3].pid, signal.SIGKILL)
             team.episode(1000)
     assert not any(process.is_alive() for process in team.processes)
-
-
-@pytest.mark.parametrize("backend", ["geartrain", "torch"])
-def test_a_port_that_is_taken_is_an_error_that_says_so(backend: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        settings = read(["--world-size", "3", "--master-port", str(port)])
-        with pytest.raises(PeerLostError, match=rf"(?s)coordinator over {backend} failed.*port: {port}.*EADDRINUSE"):
-            with started(backend, settings, settings.points()[0]):
-                pass
 
 
 # --- the command ---------------------------------------------------------------------------------------------------

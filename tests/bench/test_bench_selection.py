@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,19 +13,16 @@ import numpy as np
 import pytest
 from deadlines import patience
 
-import geartrain_bench as bench
 import geartrain_bench.harness.baseline_worker as peer_worker
 import geartrain_bench.selection.bench as selection
 import geartrain_bench.selection.names as names
-import geartrain_bench.selection.plot as plot
 from geartrain.store.store import Store
 from geartrain_bench import plot_saved
-from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
 from geartrain_bench.selection.bench import SelectionResult
 from geartrain_bench.selection.speedups import speedups
 from geartrain_bench.selection.steps import NamedSteps
-from geartrain_bench.selection.uniformity import uniformity, upper_half_counts
+from geartrain_bench.selection.uniformity import uniformity
 
 TINY = selection.Plan(
     sizes=(1000, 20_000),
@@ -41,19 +35,11 @@ TINY = selection.Plan(
     peer_sizes=(20_000,),
     lap_s=1e-4,
 )
-#: As for 20000 rows, with the store and the peers one after the other, as above 2e7 rows.
-APART = selection.Plan(**{**vars(TINY), "sizes": (20_000,), "batches": (16,), "rows_beside_peers": 1000})
-#: Our ways of updating.
-UPDATES = {"geartrain", "geartrain with alpha", "geartrain steps", "geartrain steps with alpha"}
 
 
 @pytest.fixture(scope="module")
 def tiny() -> SelectionResult:
     return selection.run(TINY, {}, quick=True)
-
-
-def test_it_is_known_by_name() -> None:
-    assert bench.load("selection") is selection.main
 
 
 def test_every_case_has_its_floor_and_finite_numbers(tiny: SelectionResult) -> None:
@@ -69,20 +55,6 @@ def test_every_case_has_its_floor_and_finite_numbers(tiny: SelectionResult) -> N
                 ratios = {row.system: row.ratio_to_floor for row in of_metric if row.case == case}
                 assert ratios["floor"] == pytest.approx(1.0)
                 assert {"floor", "geartrain"} < set(ratios)
-
-
-def test_all_our_ways_of_drawing_and_changing_are_there(tiny: SelectionResult) -> None:
-    systems = {what: {r.system for r in tiny.rows if r.metric.startswith(what)} for what in ("sample", "update")}
-    ours = {"", " with importance", " stratified", " Uniform", " store"}
-    steps = {" steps", " steps with importance", " steps, Replay"}
-    assert {f"geartrain{way}" for way in ours | steps} < systems["sample"]
-    assert systems["update"] == {"floor", *UPDATES}
-    assert "NumPy cumsum+searchsorted" in systems["sample"]
-
-
-def test_writers_are_killed_beside_the_store_of_steps_of_every_size(tiny: SelectionResult) -> None:
-    notes = [re.fullmatch(r"N (\S+): ([1-9]\d*) writers of the store of steps .*", note) for note in tiny.notes]
-    assert [int(float(note[1])) for note in notes if note] == list(TINY.sizes)
 
 
 def test_steps_are_drawn_and_updated_in_a_store_opened_by_name_and_writers_rows_are_taken_away() -> None:
@@ -112,12 +84,6 @@ def test_steps_are_drawn_and_updated_in_a_store_opened_by_name_and_writers_rows_
             assert kept.audit() == []
 
 
-def test_small_batches_have_their_time_per_call_as_well(tiny: SelectionResult) -> None:
-    calls = [row for row in tiny.rows if row.metric == "sample, CPU time per call"]
-    assert {row.case for row in calls} == {names.case_name(rows, 16) for rows in TINY.sizes}
-    assert {row.unit for row in calls} == {"us"}
-
-
 def test_equal_priorities_are_drawn_alike(tiny: SelectionResult) -> None:
     assert sum(tiny.counts["geartrain"]) == pytest.approx(TINY.check_draws / 2, rel=0.02)
     (row,) = [row for row in tiny.rows if row.metric == names.P_METRIC]
@@ -135,11 +101,6 @@ def test_the_chance_of_counts_is_the_one_in_the_tables() -> None:
         uniformity([0] * 8)
 
 
-def test_only_the_upper_half_is_counted() -> None:
-    rows = np.array([0, 7, 8, 9, 15, 15], np.uint32)
-    assert upper_half_counts(rows, 16).tolist() == [1, 1, 0, 0, 0, 0, 0, 2]
-
-
 def test_speedups_are_over_the_baseline_that_is_best_at_both_together() -> None:
     times = {"a": (100, 300), "b": (150, 150), "only samples": (1, None), "geartrain with importance": (20, None)}
     times |= {"geartrain with alpha": (None, 40), "geartrain steps with importance": (60, None)}
@@ -150,37 +111,6 @@ def test_speedups_are_over_the_baseline_that_is_best_at_both_together() -> None:
                 result.rows.append(Row("N 1000, B 16", system, names.cpu_metric(what), "ns", ns, 0, 0, 0, 1.0))
     assert speedups(result, ["a", "b", "only samples"]) == {"N 1000, B 16": {"rows": 300 / 60}}
     assert speedups(result, []) == {}
-
-
-def test_a_large_case_is_measured_in_two_parts_and_says_so() -> None:
-    result = selection.run(APART, {})
-    assert any("were not interleaved" in note for note in result.notes)
-    systems = {row.system for row in result.rows if row.metric == names.cpu_metric("update")}
-    assert systems == {"floor", *UPDATES}
-    sampled = {row.system for row in result.rows if row.metric == names.cpu_metric("sample")}
-    assert {"geartrain", "geartrain store"} < sampled
-
-
-def test_sizes_are_written_shortly() -> None:
-    assert [names.short(n) for n in (256, 1000, 10_000, 100_000_000, 50_000_000)] == [
-        "256",
-        "1000",
-        "1e4",
-        "1e8",
-        "5e7",
-    ]
-
-
-def test_peers_that_did_not_run_are_named_with_the_reason(tiny: SelectionResult) -> None:
-    assert set(selection.ALL_BASELINES) <= set(tiny.baselines_missing)
-    result = selection.run(APART, {"cpprb": "/nowhere/python", "elsewhere": sys.executable})
-    assert "does not start" in result.baselines_missing["cpprb"]
-    assert "unknown to this bench" in result.baselines_missing["elsewhere"]
-
-
-def test_no_segment_is_left_behind(tiny: SelectionResult) -> None:
-    assert tiny.rows
-    assert not Path(f"/dev/shm/geartrain_bench-{os.getpid()}").exists()
 
 
 def test_a_result_becomes_tables_json_and_a_plot(
@@ -199,12 +129,6 @@ def test_a_result_becomes_tables_json_and_a_plot(
     assert len(written["counts"]["geartrain"]) == 8
     plot_saved(tmp_path / "result.json", tmp_path / "again.png")
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "plot.png").read_bytes()
-
-
-def test_the_plot_has_a_line_per_system_over_all_sizes(tiny: SelectionResult) -> None:
-    panels = plot.panels(TINY.sizes, TINY.batches, tiny)
-    assert list(panels) == [f"{what}, B = {batch}" for what in ("sample", "update") for batch in (16, 300)]
-    assert [x for x, _ in panels["sample, B = 16"]["geartrain"]] == [1000.0, 20_000.0]
 
 
 # --- peers ------------------------------------------------------------------------------------------------------
@@ -234,8 +158,3 @@ def test_a_priority_peer_fills_draws_changes_and_counts() -> None:
     counts = peer.counts(40_000)
     assert sum(counts) == pytest.approx(20_000, rel=0.05)
     assert uniformity(counts) > 1e-4
-
-
-def test_a_priority_peer_that_is_not_installed_is_an_error_that_says_so() -> None:
-    with pytest.raises(BaselineError, match="No module named"):
-        BaselineProcess("tianshou", sys.executable, 4, {}, kind="priorities")
