@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import threading
@@ -22,6 +23,7 @@ import geartrain as gt
 import geartrain.store.journal as journal_module
 from geartrain.errors import (
     ArgumentError,
+    CheckpointError,
     JournalError,
     LockTimeoutError,
     NoSpaceError,
@@ -98,6 +100,30 @@ def test_a_store_that_cannot_take_the_rows_is_refused(tmp_path: Path, name: str)
     assert not (Path("/dev/shm") / f"geartrain.{name}").exists()
 
 
+def test_a_directory_that_another_call_restores_says_which(tmp_path: Path) -> None:
+    with create(tmp_path / "journal") as store:
+        store.save(tmp_path / "checkpoint")
+        gt.save_checkpoint(store, tmp_path / "run", step=1)
+    for place, what in (("journal", "Store.create"), ("run", "load_checkpoint"), ("run/step-00000001", "load_check")):
+        with pytest.raises(CheckpointError, match=what):
+            gt.Store.load(tmp_path / place)
+    with pytest.raises(JournalError, match=r"is a checkpoint: Store\.load"):
+        create(tmp_path / "checkpoint")
+
+
+def test_a_restore_on_a_full_disk_says_that_nothing_is_lost_and_goes_on_once_there_is_room(
+    tmp_path: Path, disk: SlowDisk
+) -> None:
+    with create(tmp_path / "journal") as store:
+        tagged.insert(store, [1, 2, 3])
+    disk.error = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(NoSpaceError, match="stays as it is: make room and make the same call again"):
+        create(tmp_path / "journal")
+    disk.error = None
+    with create(tmp_path / "journal") as again:
+        assert tags(again) == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -105,6 +131,8 @@ def test_a_store_that_cannot_take_the_rows_is_refused(tmp_path: Path, name: str)
         {"journal_sync_s": -1.0},
         {"journal_sync_s": "soon"},
         {"journal_full": "drop"},
+        {"journal": None, "journal_sync_s": 1.0},
+        {"journal": None, "journal_full": "wait"},
     ],
 )
 def test_arguments_that_make_no_journal_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:

@@ -115,15 +115,15 @@ def test_a_store_that_cannot_take_the_rows_is_refused(tmp_path: Path, change: di
         gt.Store.create(grpo.FIELDS, journal=tmp_path / "journal", **given)
 
 
-def test_a_larger_region_takes_what_a_full_one_held_and_a_smaller_one_says_so(tmp_path: Path) -> None:
+def test_a_larger_region_takes_what_a_full_one_held_and_a_smaller_one_is_refused(tmp_path: Path) -> None:
     with create(tmp_path / "journal") as store:
         grpo.insert(store, range(30))
         work(store, "answer", 30)
         before = pieces_of(store)
-    with pytest.raises(NoSpaceError, match="larger span_bytes"):
-        create(tmp_path / "journal", span_bytes=4096)
     with create(tmp_path / "journal", span_bytes=1 << 21) as again:
         assert pieces_of(again) == before
+    with pytest.raises(JournalError, match="span_bytes=2097152, but 1048576 was given"):
+        create(tmp_path / "journal", span_bytes=1 << 20)
 
 
 def test_a_store_in_all_states_comes_back_with_its_change_numbers(tmp_path: Path) -> None:

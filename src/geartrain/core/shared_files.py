@@ -89,13 +89,16 @@ def listed(directory: Path, pattern: str) -> list[Path]:
 
 
 @contextlib.contextmanager
-def naming_errors(doing: str, path: Path, kind: type[GeartrainError] = StoreIOError) -> Iterator[None]:
+def naming_errors(
+    doing: str, path: Path, kind: type[GeartrainError] = StoreIOError, *, if_full: str = ""
+) -> Iterator[None]:
     """A block in which the system's bare errors become errors that name a file.
 
     Args:
         doing: what the block does, such as "cannot save the checkpoint". The path follows it.
         path: the file or directory.
         kind: the error to raise. A full file system is always a `NoSpaceError`.
+        if_full: what its message ends with: what is left, and what to do once there is room.
     """
     try:
         yield
@@ -104,7 +107,7 @@ def naming_errors(doing: str, path: Path, kind: type[GeartrainError] = StoreIOEr
     except OSError as error:
         what = f"{doing} {path}: {error.strerror or error}"
         if error.errno in FULL:
-            raise NoSpaceError(f"{what}; {room_in(path)}") from error
+            raise NoSpaceError(f"{what}; {room_in(path)}{if_full and '. '}{if_full}") from error
         raise kind(what + advice(error)) from error
 
 

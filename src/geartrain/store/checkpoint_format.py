@@ -150,7 +150,7 @@ def manifest_of(held: HeldDirectory) -> dict[str, Any]:
     directory = held.path
     path = directory / "manifest.json"
     if "manifest.json" not in held.names() and not held.superseded:
-        raise CheckpointError(f"{directory} is not a checkpoint: it has no manifest.json")
+        raise CheckpointError(f"{directory} is not a checkpoint: {_what_it_is(held)}")
     try:
         manifest: dict[str, Any] = parse_json(held.read("manifest.json"))
         checksum = manifest.pop("checksum")
@@ -174,6 +174,21 @@ def manifest_of(held: HeldDirectory) -> dict[str, Any]:
                 f"{min(size, about['bytes']) // about['piece_bytes']} is the first bad one. Load an older checkpoint"
             )
     return manifest
+
+
+def _what_it_is(held: HeldDirectory) -> str:
+    """What a directory without a manifest is, and what restores that."""
+    found = held.names()
+    for name, what in (
+        ("journal.json", "it is a journal, which Store.create(..., journal=) restores"),
+        ("replay.json", "it is a step of a job, which gt.load_checkpoint restores from the directory above"),
+        ("latest", "it has a series of checkpoints, of which latest is the newest"),
+    ):
+        if name in found:
+            return what
+    if any(name.startswith("step-") for name in found):
+        return "it has the steps of a job, which gt.load_checkpoint restores"
+    return "it has no manifest.json"
 
 
 def schema_of(fields: dict[str, Field], max_length: int) -> list[dict[str, Any]]:

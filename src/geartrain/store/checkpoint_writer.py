@@ -432,7 +432,8 @@ def _sibling(directory: Path) -> Iterator[Path]:
 
 
 def _naming_errors(directory: Path) -> AbstractContextManager[None]:
-    return naming_errors("cannot save the checkpoint", directory, CheckpointError)
+    kept = "What was saved before stays as it is: make room and save again"
+    return naming_errors("cannot save the checkpoint", directory, CheckpointError, if_full=kept)
 
 
 def _check_replaceable(directory: Path) -> None:

@@ -331,7 +331,8 @@ class JournalOptions:
                 f"{checkpoint.directory} has format version 1, which a journal cannot begin with: load and save it "
                 "first"
             )
-        with naming_errors("cannot write the journal", self.path, JournalError):
+        intact = "What is in the journal stays as it is: make room and make the same call again"
+        with naming_errors("cannot write the journal", self.path, JournalError, if_full=intact):
             origin = None if checkpoint is None else checkpoint.id
             directory = make_journal(self.path, fields, max_length, options, self._disk, origin, stored_plan(native))
             if not directory.lock():
@@ -341,6 +342,7 @@ class JournalOptions:
                 )
             writer = None
             try:
+                directory.note_span_bytes(options)
                 with directory.filling(int(native.describe()["store_id"])):
                     writer = self._writer(native, fields, max_length, directory, checkpoint, progress)
                     native.set_journal(os.fsencode(self.path), self._full == "error", int(self._sync_s * 1e9))

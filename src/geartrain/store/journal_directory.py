@@ -227,7 +227,17 @@ class JournalDirectory:
     def note_later(self, checkpoint: str) -> None:
         """Notes a checkpoint as one whose rows the journal has. The caller holds the lock. Raises `OSError`."""
         self.later.append(checkpoint)
-        put_json(self.path / MANIFEST, {**self._manifest, "later": self.later}, self.path / f".{MANIFEST}")
+        self._note(later=self.later)
+
+    def note_span_bytes(self, options: dict[str, Any]) -> None:
+        """Notes that a store with more `span_bytes` is journaled from here on. As `note_later`."""
+        if options.get("span_bytes", 0) > self.options.get("span_bytes", 0):
+            self.options["span_bytes"] = options["span_bytes"]
+            self._note(options={**self._manifest["options"], "span_bytes": options["span_bytes"]})
+
+    def _note(self, **entries: Any) -> None:
+        self._manifest = {**self._manifest, **entries}
+        put_json(self.path / MANIFEST, self._manifest, self.path / f".{MANIFEST}")
 
     @contextmanager
     def filling(self, store: int) -> Iterator[None]:
@@ -267,6 +277,11 @@ class JournalDirectory:
                     f"{self.path} is the journal of a store with {name}={self.options[name]}, but {options[name]} was "
                     "given: use the same, because rows return to their places"
                 )
+        if options.get("span_bytes", 0) < (least := self.options.get("span_bytes", 0)):
+            raise JournalError(
+                f"{self.path} is the journal of a store with span_bytes={least}, but {options['span_bytes']} was "
+                "given: use at least as many, because its rows return into them"
+            )
 
     def segment_path(self, number: int) -> Path:
         """The file of a segment."""
@@ -581,6 +596,8 @@ def make_journal(
     make_directory(path)
     if not (path / MANIFEST).exists():
         foreign = {entry.name for entry in path.iterdir()} - {LOCK, f".{MANIFEST}"}
+        if "manifest.json" in foreign:
+            raise JournalError(f"{path} is a checkpoint: Store.load restores it, also with a new directory as journal=")
         if foreign:
             raise JournalError(
                 f"{path} has files that are not of a journal ({', '.join(sorted(foreign)[:3])}): choose another "

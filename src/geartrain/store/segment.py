@@ -141,8 +141,8 @@ class CreateOptions(TypedDict, total=False):
     trust: Trust
     timeout_s: float
     journal: str | os.PathLike[str] | None
-    journal_sync_s: float
-    journal_full: JournalFull
+    journal_sync_s: float | None
+    journal_full: JournalFull | None
     tasks: Mapping[str, Task] | None
     span_bytes: int | None
 

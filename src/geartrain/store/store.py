@@ -179,8 +179,8 @@ class Store(TaskedRows):
         trust: Trust = "user",
         timeout_s: float = 10.0,
         journal: str | os.PathLike[str] | None = None,
-        journal_sync_s: float = 1.0,
-        journal_full: JournalFull = "wait",
+        journal_sync_s: float | None = None,
+        journal_full: JournalFull | None = None,
         tasks: Mapping[str, Task] | None = None,
         span_bytes: int | None = None,
     ) -> Store:
@@ -229,11 +229,11 @@ class Store(TaskedRows):
             journal: a directory on a disk. Commits and removals are written to it and survive a power cut
                 (docs/checkpoints.md). If it holds a journal already, its rows are restored; `fields`, `max_length`,
                 `capacity` and `tasks` must then match it. With tasks, inserts and puts are written to it.
-            journal_sync_s: longest time between a commit and its flush, in seconds; commits wait if the disk is slower.
-                0 flushes before a commit, a deletion or a rewrite returns.
-            journal_full: what a commit does if the journal's disk is full: "wait" up to `timeout_s` for room, or
-                "error" at once (`NoSpaceError`). In both cases a commit that raises commits no row, and a put or an
-                insert with tasks writes nothing, unless the error says that rows are in the store.
+            journal_sync_s: longest time between a commit and its flush, 1 s by default; commits wait if the disk is
+                slower. 0 flushes before a commit, a deletion or a rewrite returns.
+            journal_full: what a commit does if the journal's disk is full: "wait" up to `timeout_s` for room (the
+                default), or "error" at once (`NoSpaceError`). In both cases a commit that raises commits no row, and a
+                put or an insert with tasks writes nothing, unless the error says that rows are in the store.
             tasks: the tasks that each row passes through, by name (docs/tasks.md). `fields` are then those of the
                 insert. The one task without fields that comes after all others is the last; `max_times_sampled` is 1
                 by default, so that a row is freed when it is drawn.
@@ -418,8 +418,8 @@ class Store(TaskedRows):
         create: Literal["missing", "replace"] = "missing",
         progress: bool = False,
         journal: str | os.PathLike[str] | None = None,
-        journal_sync_s: float = 1.0,
-        journal_full: JournalFull = "wait",
+        journal_sync_s: float | None = None,
+        journal_full: JournalFull | None = None,
         **options: Any,
     ) -> Store:
         """Restores a checkpoint: rows in their places, priorities, order and counters.
@@ -1373,12 +1373,17 @@ def _opened_again(name: str, trust: Trust, store_id: int, read_only: bool) -> St
     return store
 
 
-def _journal_options(path: str | os.PathLike[str] | None, sync_s: float, full: JournalFull) -> JournalOptions | None:
+def _journal_options(
+    path: str | os.PathLike[str] | None, sync_s: float | None, full: JournalFull | None
+) -> JournalOptions | None:
     """The arguments of `Store.create`, checked; None where no journal was asked for."""
-    timeout(sync_s, "journal_sync_s")
-    check_choice("journal_full", full, ("wait", "error"))
+    given = {"journal_sync_s": sync_s, "journal_full": full}
+    if path is None and (lone := [f"{name}={value!r}" for name, value in given.items() if value is not None]):
+        raise ArgumentError(f"{lone[0]} is about a journal, and there is none: give its directory as journal=")
     if path is None:
         return None
+    sync_s, full = 1.0 if sync_s is None else timeout(sync_s, "journal_sync_s"), "wait" if full is None else full
+    check_choice("journal_full", full, ("wait", "error"))
     from geartrain.store.journal import JournalOptions
 
     return JournalOptions(path, sync_s, full)

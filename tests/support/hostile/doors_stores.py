@@ -39,8 +39,6 @@ OPTIONS: dict[str, Any] = {
     "trust": "user",
     "timeout_s": 1.0,
     "journal": None,
-    "journal_sync_s": 1.0,
-    "journal_full": "wait",
 }
 
 #: Of one row or of each of two.
@@ -85,7 +83,6 @@ def created(**arguments: Any) -> None:
     trust=nothing,
     timeout_s=SECONDS,
     journal=a_name,
-    journal_sync_s=SECONDS,
 )
 def create(tools: Tools) -> Door:
     return created, {"name": tools.name(), "fields": LARGE, "capacity": 2, **OPTIONS}
@@ -102,7 +99,7 @@ def create_in_bytes(tools: Tools) -> Door:
     return created, {"name": tools.name(), "fields": LARGE, "capacity_bytes": 1 << 24, "reserve": False}
 
 
-@door("Store.create, with a journal", journal=a_name, journal_sync_s=SECONDS, journal_full=nothing)
+@door("Store.create, with a journal", journal=path, journal_sync_s=SECONDS, journal_full=nothing)
 def create_with_a_journal(tools: Tools) -> Door:
     folder = tools.folder()
     given = {"journal": folder / "journal", "journal_sync_s": 1.0, "journal_full": "wait"}
@@ -133,7 +130,7 @@ def open_to_read(tools: Tools) -> Door:
     return gt.Store.open, {"name": there.name, "mode": "r", "trust": "user"}
 
 
-@door("Store.load", directory=nothing, name=a_name, progress=flag, journal_sync_s=SECONDS, reserve=flag)
+@door("Store.load", directory=nothing, name=path, journal=path, progress=flag, journal_sync_s=SECONDS, reserve=flag)
 def load(tools: Tools) -> Door:
     with new_store(tools) as there:
         saved = there.save(tools.folder() / "checkpoint").path
@@ -148,7 +145,7 @@ def load(tools: Tools) -> Door:
         "name": tools.name(),
         "create": "missing",
         "progress": False,
-        "journal": None,
+        "journal": tools.folder() / "journal",
         "journal_sync_s": 1.0,
         "journal_full": "wait",
         "persist": None,
