@@ -52,10 +52,11 @@ class Error : public std::runtime_error {
   const ErrorKind kind;
 };
 
-// Nobody listens at an address: its host has said so. Else a peer that cannot be reached may well be alive.
+// The listener of an address is gone: its host has said so, or something else answers there (frame). Else a peer that
+// cannot be reached may well be alive.
 class NobodyListens final : public Error {
  public:
-  explicit NobodyListens(const std::string& message) : Error(ErrorKind::not_viable, message) {}
+  explicit NobodyListens(const std::string& message, ErrorKind kind = ErrorKind::not_viable) : Error(kind, message) {}
 };
 
 // Members of a group that cannot be reached, in their order: a rank, or world + index for a reducer.

@@ -170,7 +170,7 @@ class PeerUnreachableError(PeerLostError, TransportError):
 
 
 class ListenerGoneError(TransportError):
-    """Nothing listens at the address: its host refused the connection."""
+    """The listener of the address is gone: its host refused the connection, or something else answers there."""
 
 
 class UntrustedPeerError(PeerError, PermissionError):

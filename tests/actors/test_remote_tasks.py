@@ -25,7 +25,7 @@ from journals import SlowDisk, lose_power, slow_disk
 import geartrain as gt
 from geartrain import rpc
 from geartrain.actors import RemoteStore, StoreServer
-from geartrain.actors.served_tasks import NO_CLAIM, PeerCalls, ServedTasks
+from geartrain.actors.served_tasks import NO_CLAIM, PeerCalls, PeerClaims, ServedTasks
 from geartrain.errors import (
     ArgumentError,
     FieldError,
@@ -261,6 +261,24 @@ def test_a_put_after_a_lost_connection_is_accepted_unless_another_has_claimed_th
     assert figures(world)["done"] == 3
     assert world.store.status(claim.keys[2:])["version"].tolist() == [3, 3, 3]
     assert gt.fetch(world.store, begun.key, fields=["ids"])["ids"].tolist() == [1, 2]
+
+
+def test_a_host_that_connects_again_has_its_rows_though_the_server_misses_the_end_of_its_connection(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, other = world.remote(), world.remote()
+    grpo.insert(remote, range(2))
+    row, another = remote.claim("answer", 2)
+    row.append(item=0, ids=[1], log_prob=[1.0])
+    kept: list[PeerCalls] = []
+    monkeypatch.setattr(PeerClaims, "__del__", lambda self: kept.append(self._calls))
+    world.learner.hang_up("host-0")
+    row.append(item=0, ids=[2], log_prob=[2.0])
+    row.put()
+    assert other.claim("answer")["id"].tolist() == [1]
+    with pytest.raises(StaleClaimError):
+        another.put(VALUES)
+    assert gt.fetch(world.store, row.key, fields=["ids"])["ids"].tolist() == [1, 2]
 
 
 def test_what_was_appended_and_not_kept_is_not_put_without_it() -> None:

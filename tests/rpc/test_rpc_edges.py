@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -119,6 +121,25 @@ def test_a_name_goes_over_from_a_killed_node_and_not_from_a_stopped_one(monkeypa
     process.communicate()
     with rpc.Node("same", store=store) as node:
         assert store.get("geartrain/rpc/same") == node.address.encode()
+
+
+@pytest.mark.parametrize("by", ["a node", "another service"])
+def test_a_name_goes_over_from_a_node_whose_port_is_anothers_by_now(by: str) -> None:
+    distributed = pytest.importorskip("torch.distributed")
+    store = distributed.HashStore()
+    process, address = start()
+    store.set("geartrain/rpc/same", address)
+    process.kill()
+    process.communicate()
+    port = int(address.rpartition(":")[2])
+    with contextlib.ExitStack() as there:
+        if by == "a node":
+            there.enter_context(rpc.Node("neighbour", port=port))
+        else:
+            service = there.enter_context(socket.create_server(("127.0.0.1", port)))
+            threading.Thread(target=lambda: service.accept()[0].sendall(b"SSH-2.0-OpenSSH_9.6 and more\r\n" * 4)).start()
+        with rpc.Node("same", store=store, timeout_s=patience(5)) as node:
+            assert store.get("geartrain/rpc/same") == node.address.encode()
 
 
 def test_of_many_that_come_at_once_one_has_the_name() -> None:

@@ -188,7 +188,7 @@ Session greet(Wire wire, Intent intent, const Address& address, const Options& o
   // Something else may say a few bytes only, and hang up: that is no listener without a place, to be tried again.
   read_exactly(wire, answer_bytes.first(sizeof challenge.magic), deadline);
   if (std::memcmp(challenge.magic, kHelloMagic, sizeof challenge.magic) != 0) {
-    fail(ErrorKind::frame, "what answers there is not geartrain");
+    throw NobodyListens("what answers there is not geartrain", ErrorKind::frame);
   }
   read_exactly(wire, answer_bytes.subspan(sizeof challenge.magic), deadline);
   if (challenge.version != kProtocolVersion) {
@@ -196,7 +196,7 @@ Session greet(Wire wire, Intent intent, const Address& address, const Options& o
          kProtocolVersion);
   }
   if (!address.id.empty() && address.id != Address::kAnyId && hex(challenge.listener) != address.id) {
-    fail(ErrorKind::frame, "another listener answers there: the one with this address is gone");
+    throw NobodyListens("another listener answers there: the one with this address is gone", ErrorKind::frame);
   }
   if ((challenge.needs & kNeedsPatience) != 0) fail(ErrorKind::peer_lost, "the peer is busy: ", reason(Answer::busy));
   if ((challenge.needs & kNeedsTls) != 0) {

@@ -144,7 +144,7 @@ class RemoteRows:
         with self._opening:
             if self._remote is None:
                 number, store_id, self._journaled = self._node.call(
-                    self._peer, "geartrain.store.tasks", self._name, timeout_s=within_s
+                    self._peer, "geartrain.store.tasks", self._name, self._client, timeout_s=within_s
                 )
                 remote = Remote(self._node, self._peer, number)
                 if store_id != self.store_id:

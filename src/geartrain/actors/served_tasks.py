@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +58,7 @@ class ServedTasks:
         self._lock = threading.Condition()
         self._waits: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = set()
         self._closed = False
+        self._calls: WeakValueDictionary[int, PeerCalls] = WeakValueDictionary()  # of each client
         self._writing: set[tuple[int, int]] = set()
         self._wrote: OrderedDict[tuple[int, int], NDArray[np.uint8]] = OrderedDict()
 
@@ -86,6 +88,16 @@ class ServedTasks:
             with self._lock:
                 self._waits.discard(entry)
         raise StoreClosedError(f"the store {self.store.name!r} is not served any more")
+
+    def opened(self, client: int, calls: PeerCalls) -> None:
+        """A client has connected: what its earlier connection had claimed is due again.
+
+        The end of that connection may be noticed much later.
+        """
+        with self._lock:
+            before, self._calls[client] = self._calls.get(client), calls
+        if before is not None:
+            before.end()
 
     def begin(self, call: tuple[int, int]) -> NDArray[np.uint8] | None:
         """Begins a write once the same one, which came by a connection that was lost, has ended.
@@ -140,10 +152,11 @@ class PeerCalls:
 
     Args:
         shared: of the served store.
+        client: number of the client, the same after it has connected again.
         check: raises if the store is not served any more.
     """
 
-    def __init__(self, shared: ServedTasks, check: Callable[[], object]) -> None:
+    def __init__(self, shared: ServedTasks, client: int, check: Callable[[], object]) -> None:
         self._shared, self._check = shared, check
         self._store = shared.store
         assert shared.store.plan is not None
@@ -157,6 +170,7 @@ class PeerCalls:
         self._ended = False
         if self._plan.tasks:
             self._native.claim_for_others()
+        shared.opened(whole_number("client", client, 2**63 - 1), self)
 
     def end(self) -> None:
         """The connection is lost: its rows are due again."""

@@ -170,7 +170,7 @@ def _describe(caller: Caller, name: str) -> dict[str, Any]:
 
 
 @_called("tasks")
-def _tasks(caller: Caller, name: str) -> tuple[int, int, bool]:
+def _tasks(caller: Caller, name: str, client: int) -> tuple[int, int, bool]:
     entry = _entry_of(caller, name)
     if entry.tasks is None:
         raise ArgumentError(f"the store {entry.store.name!r} has neither axes nor strings nor tasks")
@@ -180,7 +180,7 @@ def _tasks(caller: Caller, name: str) -> tuple[int, int, bool]:
             raise LookupError("another store is served under that name")
 
     journaled = entry.store.native.journal_state() is not None
-    return caller.keep(PeerClaims(PeerCalls(entry.tasks, check))), entry.store.id, journaled
+    return caller.keep(PeerClaims(PeerCalls(entry.tasks, client, check))), entry.store.id, journaled
 
 
 @_called("figures")

@@ -101,10 +101,10 @@ class Node(
     ) -> None:
         """Starts a node that peers can call from now on.
 
-        Names are unique in a store. If a node of this name is registered already, the new one replaces it once nothing
-        answers at its address, for example because it was killed. If its host does not answer at all, end the job
-        instead. Under `geartrain launch` a restarted process gets its name back, because the launcher has seen the old
-        one end.
+        Names are unique in a store. If a node of this name is registered already, the new one replaces it if the old
+        one is gone: nothing answers at its address, or something else does. If its host does not answer at all, end the
+        job instead. Under `geartrain launch` a restarted process gets its name back, because the launcher has seen the
+        old one end.
 
         Args:
             name: name by which peers address it.
