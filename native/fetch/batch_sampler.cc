@@ -547,42 +547,8 @@ void BatchSampler::mark_refused(const Placed& placed, std::span<uint8_t> torn) c
   }
 }
 
-uint64_t BatchSampler::gather_short_atoms(const BatchArrays& out, const DrawnRows& drawn, uint64_t step,
-                                          uint32_t round) const {
-  std::vector<uint32_t> numbers, rows, generations, steps;
-  std::vector<double> probability;
-  const size_t mask_steps = out.mask.size() / std::max<size_t>(1, out.rows.size());
-  for (size_t i = 0; i < drawn.rows.size(); ++i) {
-    const uint32_t number = drawn.numbers[i];
-    if (drawn.generations[i] != kNoGeneration) {
-      numbers.push_back(number);
-      rows.push_back(drawn.rows[i]);
-      generations.push_back(drawn.generations[i]);
-      probability.push_back(drawn.probability[i]);
-      if (!drawn.steps.empty()) steps.push_back(drawn.steps[i]);
-      continue;
-    }
-    out.rows[number] = drawn.rows[i];
-    out.generations[number] = kNoGeneration;
-    out.probability[number] = drawn.probability[i];
-    out.torn[number] = 0;
-    out.steps[number] = 0;
-    out.starts[number] = out.lengths[number] = 0;
-    out.versions[number] = 0;
-    if (mask_steps != 0) std::ranges::fill(out.mask.subspan(number * mask_steps, mask_steps), uint8_t{0});
-    for (const FetchField& field : out.fields) {
-      const uint64_t bytes = fetched_row_bytes(store_, field.field, settings_.window.length, field.steps);
-      std::memset(field.out + number * bytes, 0, bytes);
-    }
-  }
-  return rows.empty() ? 0 : gather(out, {numbers, rows, generations, probability, steps}, step, round);
-}
-
 uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const {
   if (settings_.transitions) return gather_transitions(out, drawn, step, round);
-  if (settings_.atom > 1 && std::ranges::find(drawn.generations, kNoGeneration) != drawn.generations.end()) {
-    return gather_short_atoms(out, drawn, step, round);
-  }
   const size_t n = drawn.rows.size();
   const bool whole = drawn.rows.data() == out.rows.data();  // of all the batch's rows, whose arrays lie in `out`
   const Placed where = place(drawn, step, round);

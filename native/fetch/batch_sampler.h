@@ -44,17 +44,11 @@ struct BatchArrays {
 
 // Drawn rows, which a BatchSampler is to copy: `numbers` are their places in the batch's part. `steps` are the anchors
 // of their windows, or the steps of their transitions; empty: drawn from kWindowStream.
-//
-// A late group may have fewer rows than an atom. Each place without a row then names a row of the group, under the
-// generation kNoGeneration. The batch has zeros and a length of 0 there.
 struct DrawnRows {
   std::span<const uint32_t> numbers, rows, generations;
   std::span<const double> probability;
   std::span<const uint32_t> steps = {};
 };
-
-// Of a place without a row: committed rows have odd generations.
-inline constexpr uint32_t kNoGeneration = 0;
 
 // What of a batch follows from somebody else's code. Either function may be missing: then the sampler draws the rows,
 // or places the windows, itself. They may throw. They are called outside of the sampler's own call of the store
@@ -178,8 +172,6 @@ class BatchSampler {
   Placed place(const DrawnRows& drawn, uint64_t step, uint32_t round) const;
   // Sets 1 for those whose last allowed sample somebody else drew first.
   void mark_refused(const Placed& placed, std::span<uint8_t> torn) const;
-  // `gather` of atoms, some of which have places without a row.
-  uint64_t gather_short_atoms(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const;
   uint64_t gather_transitions(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const;
   // Calls `make(call)` in a call of the store, once there are enough rows and the rate limiter has admitted n; false
   // where either has to be waited for.

@@ -480,30 +480,6 @@ void RankReader::read_shard(size_t number, Draws& draws, const Reads& reads, std
   }
 }
 
-// Clears the place of a read without a row, for all that get it.
-void RankReader::clear(size_t number, const Draws& draws, const Reads& reads, std::span<const Target> targets,
-                       uint32_t read) const {
-  const uint32_t draw = reads.draws[read];
-  for (const Reads::To& to : reads.to) {
-    const auto which = std::ranges::lower_bound(to.which, read);
-    if (which == to.which.end() || *which != read) continue;
-    const Target& target = targets[to.target];
-    const uint32_t place = to.places[static_cast<size_t>(which - to.which.begin())];
-    const std::vector<uint64_t> bytes = row_bytes(target.rank);
-    for (size_t array = 0; array < bytes.size(); ++array) {
-      std::memset(target.arrays[array] + place * bytes[array], 0, bytes[array]);
-    }
-    target.headers[place] = {.row = draws.rows[draw],
-                             .generation = kNoGeneration,
-                             .shard = static_cast<uint32_t>(number),
-                             .length = 0,
-                             .start = 0,
-                             .steps = 0,
-                             .version = 0,
-                             .probability = draws.probability[draw]};
-  }
-}
-
 // Copies some of a shard's reads to all that get them.
 void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std::span<const Target> targets,
                       const Hooks& hooks, const std::vector<uint32_t>& which, uint32_t round, bool counted,
@@ -520,10 +496,6 @@ void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std
     const uint32_t draw = reads.draws[i];
     if (draws.rows[draw] == kNoRow) continue;
     torn[i] = 0;
-    if (plan.atom > 1 && draws.generations[draw] == kNoGeneration) {
-      clear(number, draws, reads, targets, i);
-      continue;
-    }
     at[i] = static_cast<uint32_t>(found.size());
     found.push_back(i);
     rows.push_back(draws.rows[draw]);

@@ -86,8 +86,7 @@ class RankReader {
     std::vector<int64_t> shard;   // among those of all stores; the same on every rank
     std::vector<size_t> first;    // each store's first draw; and one more, how many there are
     Assigner::Assigned assigned;  // see `assign`
-    // Of this rank's shards; kNoRow elsewhere, and where a row was gone before it was found. A place without a row has
-    // a row of its group under kNoGeneration.
+    // Of this rank's shards; kNoRow elsewhere, and where a row was gone before it was found.
     std::vector<uint32_t> rows, generations;
     std::vector<double> probability;
     std::vector<uint32_t> anchors;  // where `placed`: the steps that windows are told by, or of transitions
@@ -187,8 +186,6 @@ class RankReader {
                   Found& found) const;
   void copy(size_t number, const Draws& draws, const Reads& reads, std::span<const Target> targets, const Hooks& hooks,
             const std::vector<uint32_t>& which, uint32_t round, bool counted, std::vector<uint8_t>& torn) const;
-  void clear(size_t number, const Draws& draws, const Reads& reads, std::span<const Target> targets,
-             uint32_t read) const;
   void copy_on_host(const ShardView& shard, const Target& target, const RowsToCopy& rows, uint64_t step,
                     CopiedRows& copied) const;
   void find(size_t number, Draws& draws, const std::vector<uint32_t>& which) const;

@@ -68,9 +68,8 @@ ALLOWED: dict[Any, dict[str, Callable[[Any], bool]]] = {
     Lifo: COMMON,
     Fifo: {**COMMON, "strict": flag},
     GroupSampling: {
-        **COMMON, "by": lambda value: isinstance(value, str), "size": whole(2, 2**31 - 1), "prioritized": flag,
+        **COMMON, "by": lambda value: isinstance(value, str), "size": whole(1, 2**31 - 1), "prioritized": flag,
         "attempt": lambda value: value is None or (isinstance(value, str) and value != "x"),
-        "least": whole(1, 2), "deadline_s": lambda value: scalar(0, above=True)(value) and value <= 1e9,
     },
     Limits: {
         "min_version": lambda value: callable(value) or whole(-(2**63), 2**63 - 1, none=True)(value),
@@ -88,7 +87,7 @@ ALLOWED: dict[Any, dict[str, Callable[[Any], bool]]] = {
     },
 }  # fmt: skip
 GIVEN: dict[Any, dict[str, Any]] = {
-    GroupSampling: {"by": "x", "size": 3, "least": 1, "deadline_s": 1.0},
+    GroupSampling: {"by": "x", "size": 3},
     Linear: {"start": 0.5, "end": 1.0, "steps": 10},
     # With these no pair of flags contradicts another.
     Traits: {"form": "oldest"},

@@ -26,7 +26,7 @@ from segments import Pipe, kill, wait_for
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError, StaleClaimError, WaitTimeoutError
-from geartrain.selection import Fifo, GroupSampling, Prioritized, Uniform
+from geartrain.selection import Fifo, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 TASKS = ("answer", "reward", "ref", "advantage")
@@ -403,7 +403,6 @@ def test_what_cannot_be_kept_is_refused(store: gt.Store) -> None:
 
     for selection, match in (
         (Prioritized(beta=0.5, seed=0), "importance weights"),
-        (GroupSampling("id", size=2, least=1, deadline_s=1.0), "late groups"),
         (Custom(), r"stateless=True"),
     ):
         with pytest.raises(ArgumentError, match=match):

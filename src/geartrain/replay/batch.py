@@ -40,7 +40,7 @@ class Batch(_WeaklyReferable):
         keys: keys of the rows, for `update_priorities`.
         mask: (B, W) bool, True for a real step. `Windows.mask_of` has it for a field with offsets.
         start: (B,) int32, the first step of the row that the batch holds.
-        length: (B,) int32, steps of the whole row; 0 where a late group has no row (`GroupSampling(least=...)`).
+        length: (B,) int32, steps of the whole row.
         version: (B,) int64, version of the model that acted.
         probability: (B,) float64, probability of the row in one draw; None for a fetch by key.
         importance_weights: (B,) float64; None unless the strategy has them (`Prioritized(beta=...)`).

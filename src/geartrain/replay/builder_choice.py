@@ -13,7 +13,7 @@ from geartrain.ranks.torch_rank_group import as_rank_group
 from geartrain.replay.builder import BatchBuilder
 from geartrain.replay.config import ReplayConfig, make_samplers
 from geartrain.replay.epochs import check_epochs
-from geartrain.replay.groups import check_grouping, device_for
+from geartrain.replay.groups import check_grouping
 from geartrain.replay.kept_rows import check_keep
 from geartrain.replay.local_rows import LocalRows
 from geartrain.replay.packed_batch import check_packed, check_room, room_of
@@ -51,7 +51,6 @@ def open_builder(
         windows=config.view is not None or config.window is not None,
     )
     check_grouping(stores, selection, config.batch_size)
-    device = device_for(selection, config.device, of_job=of_job)
     view = config.view or as_windows(config.window)
     check_step_priorities(stores, selection, windows=view is not None, after=0 if view is None else view.needs[1])
 
@@ -65,12 +64,12 @@ def open_builder(
         return BatchBuilder(rows, config.transform)
 
     if group is None and mesh is None:
-        if device is None:
+        if config.device is None:
             return local(make(), config.update_lag, None), None
         if config.update_lag is None:
             from geartrain.replay.device.device_rows import DeviceRows
 
-            on_device = DeviceRows(make(), selection, config.batch_size, device)
+            on_device = DeviceRows(make(), selection, config.batch_size, config.device)
             return BatchBuilder(on_device), on_device.close
         group = SingleRank()  # a group of one, whose updates wait as those of any group
     from geartrain.replay.distributed.lagged_rows import LaggedRows, check_lag

@@ -14,7 +14,6 @@ from geartrain.replay.cost import Cost, as_cost
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.fetch_plan import As, FetchPlan, Pad, check_names_of, check_same_schema
-from geartrain.replay.groups import rows_for
 from geartrain.replay.options import MAX_PREFETCH, RankOptions, ReplayOptions, check_within
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.transitions import TransitionPlan, Transitions
@@ -182,7 +181,7 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
         limited = store.options["max_times_sampled"] is not None
         least = config.min_rows
         if least is None:
-            least = rows_for(strategy, config.batch_size) if limited else 1
+            least = config.batch_size if limited else 1
         transitions = None if view is None else TransitionPlan(view, plan)
         mixed = isinstance(selection, Mixture)
         samplers.append(

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from geartrain.errors import ArgumentError
-from geartrain.replay.device.options import DeviceOptions
 from geartrain.selection.declared import check_groups
 from geartrain.selection.groups import GroupSampling
 from geartrain.selection.mixture import Selection, strategies_of
-from geartrain.selection.strategy import Strategy
 from geartrain.store.store import Store
 
 
@@ -30,36 +27,6 @@ def check_grouping(stores: Sequence[Store], selection: Selection, batch_size: in
             check_groups(batch_size, strategy.size)
 
 
-def device_for(selection: Selection, options: DeviceOptions | None, *, of_job: bool) -> DeviceOptions | None:
-    """The options of a device that can have the batches of a selection: those of late groups are staged.
-
-    Args:
-        selection: the strategy, or the mixture.
-        options: as `Replay` was given them; None for host memory.
-        of_job: whether batches are made by ranks.
-
-    Raises:
-        ArgumentError: the options ask for something else.
-    """
-    late = any(isinstance(each, GroupSampling) and each.least is not None for each in strategies_of(selection))
-    if options is None or not late:
-        return options
-    if of_job:
-        raise ArgumentError(
-            "late groups of several ranks are built in host memory: leave out device, and move batches with batch.to()"
-        )
-    if options.path not in ("auto", "staged"):
-        raise ArgumentError(f"batches of late groups are staged: leave out path={options.path!r}")
-    return replace(options, path="staged")
-
-
-def rows_for(strategy: Strategy, batch_size: int) -> int:
-    """Fewest rows that batches of `batch_size` places may have: late groups have fewer than others."""
-    if isinstance(strategy, GroupSampling) and strategy.least is not None:
-        return batch_size // strategy.size * strategy.least
-    return batch_size
-
-
 def _check_field(store: Store, name: str) -> None:
     column = store.column(name)
     field = store.fields[name]
@@ -71,4 +38,4 @@ def _check_field(store: Store, name: str) -> None:
     )
 
 
-__all__ = ["check_grouping", "device_for", "rows_for"]
+__all__ = ["check_grouping"]

@@ -18,7 +18,6 @@ import geartrain.core.locks as locks
 from geartrain.core.keys import Keys
 from geartrain.core.lifetime import living
 from geartrain.errors import ArgumentError, ReplayError, StoreClosedError
-from geartrain.selection.groups import GroupSampling
 from geartrain.selection.mixture import Selection, strategies_of
 from geartrain.selection.strategy import traits_of
 from geartrain.store.store import Store
@@ -200,8 +199,6 @@ def _check_repeatable(strategy: object) -> None:
     why = None
     if traits.importance:
         why = "has importance weights"
-    elif isinstance(strategy, GroupSampling) and strategy.least is not None:
-        why = "draws late groups, which lack rows"
     elif traits.form == "custom" and not traits.stateless:
         why = "may have a state; declare Traits(stateless=True) if it has none"
     if why is not None:

@@ -34,8 +34,7 @@ class ReplayOptions:
             `timeout_s` if another process has the store open or is about to (`Store.expect_writers`); over several
             ranks only the latter counts. Otherwise `NotEnoughRowsError` is raised at once. A writer thread in this
             process cannot be seen: use `store.limiter.set(min_size_to_sample=...)` for it. 1 by default. For a
-            store with `max_times_sampled` it is the batch size, or the least rows of a batch of late groups
-            (`GroupSampling(least=...)`), so that no sample is wasted on half a batch.
+            store with `max_times_sampled` it is the batch size, so that no sample is wasted on half a batch.
         min_steps: the same in steps (`Store.num_steps`), for example 10_000 steps of the environments before the first
             gradient step. No minimum by default. In a mixture, `min_rows` and `min_steps` are those of each store.
         timeout_s: longest wait for a batch and for another rank, in seconds. Your own strategy code and `transform` are

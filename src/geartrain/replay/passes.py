@@ -102,7 +102,6 @@ class PassRows:
     """
 
     draw = None
-    absent = 0
 
     def __init__(self, passes: Passes, n: int, state: dict[str, int]) -> None:
         self._passes = passes
@@ -150,7 +149,6 @@ class MixedPassRows:
     """
 
     draw = None
-    absent = 0
 
     def __init__(self, passes: Passes, n: int, state: dict[str, int]) -> None:
         self._passes = passes

@@ -59,11 +59,6 @@ _STRICT_ATTEMPTS = 3
 _MOST = 2**31 - 1
 
 
-def now_ns() -> int:
-    """The time that draws compare commits with, in ns since 1970."""
-    return time.time_ns()
-
-
 def alpha_at(strategy: Strategy, step: int) -> float:
     """The alpha that a strategy wants priorities to have at a step; raises `ArgumentError` unless it is above zero."""
     alpha = at_step(traits_of(strategy).alpha, step)
@@ -328,8 +323,6 @@ class StoreSampler(StoreWaits):
         if rows is not None:
             if len(batch) < n:  # where a pass ends
                 admission.keep(self, len(batch))
-            elif rows.absent:
-                admission.keep(self, n - rows.absent)
             self._weigh(batch, first, rows.draw, count, step)
             return batch, rows.state
         if self._weighs:
@@ -387,38 +380,30 @@ class StoreSampler(StoreWaits):
         if self._asks_shards:
             return StrategyRows(self._select_shards, n, step, state)
         if self._groups is None:
-            return StrategyRows(functools.partial(self.draw, now_ns=now_ns()), n, step, state)
+            return StrategyRows(self.draw, n, step, state)
         return StrategyRows(self._drawer_of_groups(), n, step, state)
 
     def _drawer_of_groups(self) -> Select:
-        """Draws the groups of one batch, and waits for them: their time to be late is decided when they are drawn."""
+        """Draws the groups of one batch, and waits for them."""
         until_s = min(self.until_s, time.monotonic() + self.timeout_s)
-        began_ns = 0
 
         def draw(n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
-            nonlocal began_ns
             while True:
-                began_ns = now_ns() if redraw is None else began_ns
                 try:
-                    return self.draw(n, step, state, redraw, began_ns)
+                    return self.draw(n, step, state, redraw)
                 except NotEnoughRowsError as error:
                     if redraw is not None:
                         raise
-                    self.wait_for_groups(error, until_s, self.rows_may_come() or self.awaits_late_groups())
+                    self.wait_for_groups(error, until_s)
 
         return draw
-
-    def awaits_late_groups(self) -> bool:
-        """Whether some group that cannot be drawn yet will be late, without another row."""
-        return self._groups is not None and self._groups.whole_groups(self.candidates.at(now_ns())).waiting > 0
 
     def describe_groups(self) -> str:
         """Names incomplete groups, for the end of an error message; nothing where groups are not drawn."""
         if self._groups is None:
             return ""
-        candidates = self.candidates.at(now_ns())
-        groups = self._groups.whole_groups(candidates)
-        return describe_incomplete(self._groups, candidates, groups.seen_keys, groups.seen_counts)
+        groups = self._groups.whole_groups(self.candidates)
+        return describe_incomplete(self._groups, self.candidates, groups.seen_keys, groups.seen_counts)
 
     def beta_at(self, step: int) -> float | None:
         """The exponent of importance weights at a step; None where the strategy has none, or code of its own."""
@@ -544,15 +529,14 @@ class StoreSampler(StoreWaits):
             )
         self.redrawn += int(count)
 
-    def draw(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None, now_ns: int | None = None) -> Draw:
+    def draw(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
         """The rows that the strategy chooses. Repairs the store first if its sums do not match its rows.
 
         Args:
             n, step, state, redraw: see `Strategy.select`.
-            now_ns: when the batch was begun, in ns since 1970.
         """
         store = self.plan.store
-        candidates = self.candidates if now_ns is None else self.candidates.at(now_ns)
+        candidates = self.candidates
         drawn = self._select(candidates, n, step, state, redraw)
         if drawn.failed and not store.read_only:
             # Sums that disagree with their leaves: somebody died in the middle of an update. Repair, then redraw.
@@ -589,11 +573,6 @@ class StoreSampler(StoreWaits):
         """
         windows = self.plan.windows
         assert windows is not None
-        if (generations == 0).any():  # places without a row, of late groups
-            there = np.flatnonzero(generations)
-            anchors = np.zeros(len(numbers), np.int32)
-            anchors[there] = self.anchors_by_function(step, attempt, numbers[there], rows[there], generations[there])
-            return anchors
         lengths = np.minimum(self.plan.store.native.lengths(rows), self.plan.store.max_length)
         most = np.full(len(numbers), _MOST, np.int32)
         random = _native.window_ends(seed_of(self.strategy), step, attempt, numbers, most) / _MOST

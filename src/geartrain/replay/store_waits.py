@@ -191,13 +191,12 @@ class StoreWaits:
         """How many rows can be drawn from now on, as the store's `finish` was called; None if more may come."""
         return None if self._store.plan is None else self._store.native.rows_left()
 
-    def wait_for_groups(self, few: NotEnoughRowsError, until_s: float, may_come: bool) -> None:
+    def wait_for_groups(self, few: NotEnoughRowsError, until_s: float) -> None:
         """Waits a moment, after which the groups are counted again.
 
         Args:
             few: what was raised because too few groups can be drawn.
             until_s: when the wait ends at the latest (`time.monotonic`).
-            may_come: whether there may be more groups by and by.
 
         Raises:
             NotEnoughRowsError: there will be no more.
@@ -205,7 +204,7 @@ class StoreWaits:
             CallCancelledError: `stopping` said so.
         """
         writers = self._store.writers
-        if not may_come:
+        if not self.rows_may_come():
             raise NotEnoughRowsError(f"{few}{writers.trouble}") from writers.failure
         if self.is_stopped():
             raise CallCancelledError("the replay was stopped while it waited for groups")

@@ -39,11 +39,6 @@ class SuppliedRows(Protocol):
         """What importance weights are asked for; None where there are none."""
         ...
 
-    @property
-    def absent(self) -> int:
-        """Places of the batch that have no row, of late groups."""
-        ...
-
     def __call__(self, round: int, numbers: NDArray[np.uint32], kept: NDArray[np.uint32], /) -> Chosen:
         """The rows of a round, 0 for the first."""
         ...
@@ -70,10 +65,6 @@ class StrategyRows:
         self._n = n
         self._step = step
         self.state = state
-
-    @property
-    def absent(self) -> int:
-        return int((self.draw.generations == 0).sum())
 
     def __call__(self, round: int, numbers: NDArray[np.uint32], kept: NDArray[np.uint32], /) -> Chosen:
         redraw = Redraw(round, numbers, kept) if round else None

@@ -28,9 +28,6 @@ _NO_ROWS = np.empty(0, np.uint32)
 class WholeGroups(NamedTuple):
     """Groups that can be drawn, in the order of their keys. `DeclaredStrategy.whole_groups` returns them.
 
-    A group can be drawn if it is whole, and a strategy may have late groups of fewer rows. Each place of a late group
-    that has no row names another row of the group, with generation 0.
-
     Attributes:
         rows: (G, size) uint32, the rows of each group.
         generations: (G, size) uint32, their generations.
@@ -39,8 +36,6 @@ class WholeGroups(NamedTuple):
         seen_keys: (S, K) uint64, their keys of K numbers, in rising order. They order the groups of all shards of a
             job: without them the strategy cannot draw from several shards.
         seen_counts: (S,) rows found of each of these groups.
-        seen_late: (S,) bool, which of them can be drawn although they are not whole; None for none.
-        waiting: groups that only wait for the time when they are late.
 
     Examples:
         >>> import numpy as np
@@ -56,8 +51,6 @@ class WholeGroups(NamedTuple):
     seen: int
     seen_keys: NDArray[np.uint64] | None = None
     seen_counts: NDArray[np.uint32] | None = None
-    seen_late: NDArray[np.bool_] | None = None
-    waiting: int = 0
 
 
 class DeclaredStrategy(ABC):
@@ -156,7 +149,7 @@ class DeclaredStrategy(ABC):
             incomplete = describe_incomplete(self, candidates, groups.seen_keys, groups.seen_counts)
             raise NotEnoughRowsError(
                 f"{wanted} groups of {size} were asked for, {len(groups.priorities)} of {groups.seen} are "
-                f"{whole_or_late(groups.seen_late is not None)}{incomplete}"
+                f"whole{incomplete}"
             )
         attempt = 0 if redraw is None else redraw.attempt
         chosen, _, probability, _ = _native.Candidates(groups.priorities).draw_distinct(
@@ -165,11 +158,6 @@ class DeclaredStrategy(ABC):
         return Draw(
             groups.rows[chosen].reshape(-1), groups.generations[chosen].reshape(-1), np.repeat(probability, size)
         )
-
-
-def whole_or_late(with_late: bool) -> str:
-    """What groups have to be to be drawn, for error messages."""
-    return "whole or late" if with_late else "whole"
 
 
 def describe_incomplete(
@@ -312,5 +300,4 @@ __all__ = [
     "describe_incomplete",
     "first_rows",
     "select_declared",
-    "whole_or_late",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -12,13 +11,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from geartrain.errors import ArgumentError
-from geartrain.selection.arguments import check_flag, check_number, check_whole
+from geartrain.selection.arguments import check_flag, check_whole
 from geartrain.selection.declared import DeclaredStrategy, WholeGroups, first_rows
 from geartrain.selection.strategy import ORDERS, Candidates, Limits, Traits, check_limits, check_seed
 
 _NO_ROWS = np.empty(0, np.uint32)
 _SIGN = np.uint64(1 << 63)  # numbers with a sign, in their order, as numbers without
-_MOST_S = 1e9  # 30 years; far below what nanoseconds in 64 bits can tell
 
 
 @dataclass(frozen=True)
@@ -29,14 +27,11 @@ class GroupSampling(DeclaredStrategy):
     / size different groups. The members of a group stand side by side, the oldest first. The batch does not depend on
     where the rows lie in the store.
 
-    A group of which some rows never come is never drawn, unless `least` and `deadline_s` are given. Then a group of
-    `least` or more rows is late `deadline_s` seconds after its first row was committed, and is drawn with the rows it
-    has, as likely as a whole group. A batch keeps its shape: the rows of a late group stand first, and each place
-    without a row is zeros, with `batch.length` 0 and a `mask` of False. The keys of such places are stale.
+    A group of which some rows never come is never drawn. If answers may be lost with their process, keep a prompt with
+    all its answers as one row of a store with tasks: the claim of a dead process is due again (docs/tasks.md).
 
     Over several ranks all rows of a group must be in one shard: insert them on one host, and reshard with
-    `load_checkpoint(together=...)`. `SplitGroupError` names a group that is spread over shards. The leader of each
-    shard decides once a batch which groups are late; no other rank looks at a clock.
+    `load_checkpoint(together=...)`. `SplitGroupError` names a group that is spread over shards.
 
     Args:
         by: the field whose values group the rows: a `per_row` field of one whole number.
@@ -46,11 +41,9 @@ class GroupSampling(DeclaredStrategy):
         limits: rows that may be chosen.
         attempt: a second such field. Rows are of one group if both values are equal, so that answers to a prompt do not
             join those of an epoch before. None: `by` alone.
-        least: fewest rows that a late group may have, 1 to size - 1. None: only whole groups are drawn.
-        deadline_s: time after which a group is late, in seconds since its oldest row in the store was committed.
 
     Raises:
-        ArgumentError: a value out of range, or one of `least` and `deadline_s` without the other.
+        ArgumentError: a value out of range.
 
     Cost: a scan of the rows and a sort of the available ones; over several ranks 16 bytes a group and batch, or 24 with
     `attempt`.
@@ -74,8 +67,6 @@ class GroupSampling(DeclaredStrategy):
     limits: Limits | None = None
     _: KW_ONLY
     attempt: str | None = None
-    least: int | None = None
-    deadline_s: float | None = None
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -88,18 +79,6 @@ class GroupSampling(DeclaredStrategy):
             raise ArgumentError(f"`attempt` is the name of a field, or None; found {self.attempt!r}")
         if self.by == self.attempt:
             raise ArgumentError(f"`by` and `attempt` are different fields, found {self.by!r} for both")
-        if (self.least is None) != (self.deadline_s is None):
-            raise ArgumentError(
-                f"a late group needs both least and deadline_s, found least={self.least!r} and "
-                f"deadline_s={self.deadline_s!r}"
-            )
-        if self.least is not None:
-            if self.size == 1:
-                raise ArgumentError("groups of one row are always whole: leave out least and deadline_s")
-            check_whole("least", self.least, 1, self.size - 1)
-            check_number("deadline_s", self.deadline_s, "a finite number above zero", least=0, above=True)
-            if self.deadline_s is not None and self.deadline_s > _MOST_S:
-                raise ArgumentError(f"deadline_s is at most {_MOST_S:g} seconds, found {self.deadline_s!r}")
 
     @cached_property
     def traits(self) -> Traits:
@@ -123,47 +102,22 @@ class GroupSampling(DeclaredStrategy):
             begins[1:] |= each[order[1:]] != each[order[:-1]]
         starts = np.flatnonzero(begins)
         counts = np.diff(starts, append=len(order))
-        late, waiting = self._late(candidates, rows[order[starts]], counts)
         keys = _keys_of([each[order[starts]] for each in ids])
         # A group that lost a row is no longer whole; its place goes to one that nothing was taken from.
         kept = np.asarray(kept, np.uint32)
         drawn = _as_records(keys)
         taken = np.isin(drawn, _as_records(_keys_of([column[kept] for column in columns]))) if len(kept) else False
-        there = np.flatnonzero(((counts >= self.size) | late) & ~taken)
-        place = np.arange(self.size)
-        absent = place >= counts[there][:, None]
-        members = order[starts[there][:, None] + np.where(absent, 0, place)]
+        there = np.flatnonzero((counts >= self.size) & ~taken)
+        members = order[starts[there][:, None] + np.arange(self.size)]
         if self.prioritized:
             # So many 32-bit priorities fit into 32 bits when the sum's last bits are dropped; what is above 0 stays so.
             each = candidates.native.priorities(rows)[members]
-            sums = np.where(absent, 0, each).sum(1, dtype=np.uint64)
+            sums = each.sum(1, dtype=np.uint64)
             shifted = sums >> np.uint64((self.size - 1).bit_length())
             priorities = np.maximum(shifted, np.minimum(sums, 1)).astype(np.uint32)
         else:
             priorities = np.ones(len(members), np.uint32)
-        return WholeGroups(
-            rows[members],
-            np.where(absent, 0, generations[members]).astype(np.uint32),
-            priorities,
-            len(keys),
-            keys,
-            counts.astype(np.uint32),
-            None if self.least is None else late,
-            waiting,
-        )
-
-    def _late(
-        self, candidates: Candidates, first: NDArray[np.uint32], counts: NDArray[np.intp]
-    ) -> tuple[NDArray[np.bool_], int]:
-        """Which groups of these counts are late, by their first rows (S,), and how many only wait until they are."""
-        late = np.zeros(len(counts), bool)
-        if self.least is None or self.deadline_s is None:
-            return late, 0
-        short = np.flatnonzero((counts >= self.least) & (counts < self.size))
-        now_ns = time.time_ns() if candidates.now_ns is None else candidates.now_ns
-        due_ns = max(0, now_ns - int(self.deadline_s * 1e9))
-        late[short] = candidates.native.inserted_at(first[short]) <= due_ns
-        return late, len(short) - int(late.sum())
+        return WholeGroups(rows[members], generations[members], priorities, len(keys), keys, counts.astype(np.uint32))
 
     def describe_group(self, candidates: Candidates, key: Sequence[int]) -> str:
         return ", ".join(

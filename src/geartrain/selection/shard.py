@@ -88,8 +88,6 @@ class ShardedDraw:
         share: of the total that is this rank's shard's; what a probability within the shard is multiplied with.
         rounds: int64, how often each was drawn again because its row had no sample left; the same on all ranks. None
             where none was.
-        absent: places without a row, of late groups: their generation is 0. The same on all ranks.
-        now_ns: when the leader of this rank's shard drew, in ns since 1970; None unless the draw depends on the time.
     """
 
     shard: NDArray[np.int64]
@@ -100,8 +98,6 @@ class ShardedDraw:
     share: float = 1.0
     steps: NDArray[np.uint32] | None = None
     rounds: NDArray[np.int64] | None = None
-    absent: int = 0
-    now_ns: int | None = None
 
 
 class ShardedStrategy(Protocol):

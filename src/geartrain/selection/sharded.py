@@ -10,7 +10,7 @@ Each shard contributes per batch:
 |---|---|---|
 | `Uniform`, `Prioritized`, stratified or not | the sum of its priorities, or the number of its rows | 8 |
 | the same without replacement | the same, and one bit per draw: is the row new? | 16 + n/8, rarely more |
-| `GroupSampling` | its groups: key, number of rows, priority, late or not | 16 or 24 a group of the largest shard |
+| `GroupSampling` | its groups: key, number of rows, priority | 16 or 24 a group of the largest shard |
 | `TopK`, `Fifo`, `Lifo` | its first n + 16 rows: order and key | 16 or 24 a row |
 
 A draw is a number below the sum of all totals. Every rank searches the W totals for the shard that owns it. Only the

@@ -9,38 +9,24 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.errors import ArgumentError, NotEnoughRowsError, SplitGroupError
-from geartrain.selection.declared import (
-    DeclaredStrategy,
-    WholeGroups,
-    check_groups,
-    describe_incomplete,
-    whole_or_late,
-)
+from geartrain.selection.declared import DeclaredStrategy, WholeGroups, check_groups, describe_incomplete
 from geartrain.selection.shard import NO_ROW, NO_ROWS, Shard, ShardedDraw
 from geartrain.selection.strategy import Strategy, seed_of
 
-# Of a group's count, if its shard's leader has found it late.
-_LATE = np.uint32(1 << 31)
-
 
 def draw_groups(strategy: Strategy, size: int, shard: Shard, n: int, step: int) -> ShardedDraw:
-    """Groups are drawn as one store draws them, by every rank, from the list of all shards' groups in their order.
-
-    The list says which groups are late: the leader of their shard has decided that for the batch.
-    """
+    """Groups are drawn as one store draws them, by every rank, from the list of all shards' groups in their order."""
     if not isinstance(strategy, DeclaredStrategy):
         raise ArgumentError(f"{type(strategy).__name__} has the form 'groups' and is no DeclaredStrategy")
     check_groups(n, size)
     wanted = n // size
     groups = strategy.whole_groups(shard.candidates) if shard.leads else None
-    every, owner, takes_late, now_ns = _every_group(strategy, size, shard, groups)
-    late = every["count"] & _LATE != 0
-    counts = (every["count"] & ~_LATE).astype(np.int64)
+    every, owner = _every_group(strategy, size, shard, groups)
+    counts = every["count"].astype(np.int64)
     first = np.flatnonzero(np.append(True, (every["key"][1:] != every["key"][:-1]).any(1))[: len(every)])
     parts = np.diff(np.append(first, len(every)))
     rows = np.add.reduceat(counts, first) if len(first) else parts
-    with_late = np.logical_or.reduceat(late, first) if len(first) else parts > 0
-    if (split := np.flatnonzero((parts > 1) & ((rows >= size) | with_late))).size:
+    if (split := np.flatnonzero((parts > 1) & (rows >= size))).size:
         at, count = int(first[split[0]]), int(parts[split[0]])
         shards = ", ".join(f"{has} in shard {of}" for has, of in zip(counts[at:], owner[at : at + count], strict=False))
         raise SplitGroupError(
@@ -48,12 +34,11 @@ def draw_groups(strategy: Strategy, size: int, shard: Shard, n: int, step: int) 
             f"shards ({shards}), but groups of {size} are drawn as a whole: keep the rows of a group in "
             "one shard"
         )
-    drawable = np.flatnonzero((counts >= size) | late)
+    drawable = np.flatnonzero(counts >= size)
     if len(drawable) < wanted:
         incomplete = describe_incomplete(strategy, shard.candidates, every["key"][first], rows)
         raise NotEnoughRowsError(
-            f"{wanted} groups of {size} were asked for, {len(drawable)} of {len(first)} are "
-            f"{whole_or_late(takes_late)}{incomplete}"
+            f"{wanted} groups of {size} were asked for, {len(drawable)} of {len(first)} are whole{incomplete}"
         )
     priorities, owner = np.ascontiguousarray(every["priority"][drawable]), owner[drawable]
     chosen, _, probability, _ = _native.Candidates(priorities).draw_distinct(
@@ -72,31 +57,24 @@ def draw_groups(strategy: Strategy, size: int, shard: Shard, n: int, step: int) 
         members.reshape(-1),
         generations.reshape(-1),
         np.repeat(np.where(mine[chosen], probability, 0.0), size),
-        absent=int(np.maximum(size - counts[drawable][chosen], 0).sum()),
-        now_ns=now_ns or None,
         share=float(priorities[mine].sum(dtype=np.float64) / max(priorities.sum(dtype=np.float64), 1.0)),
     )
 
 
 def _every_group(
     strategy: Strategy, size: int, shard: Shard, groups: WholeGroups | None
-) -> tuple[NDArray[Any], NDArray[np.int64], bool, int]:
-    """All groups that shards have rows of, by key, and the shard of each; a group in two shards is twice in the list.
-
-    Then whether the strategy draws late groups, and when the leader of this rank's shard drew, in ns since 1970; 0
-    where it did not look at a clock.
-    """
-    told = np.zeros(4, np.uint64)
-    keys, seen, late = np.zeros((0, 1), np.uint64), np.zeros(0, np.uint32), np.zeros(0, np.bool_)
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """All groups that shards have rows of, by key, and the shard of each. A group in two shards is there twice."""
+    told = np.zeros(2, np.uint64)
+    keys, seen = np.zeros((0, 1), np.uint64), np.zeros(0, np.uint32)
     if groups is not None:
         if groups.seen_keys is None or groups.seen_counts is None or groups.seen_keys.ndim != 2:
             raise ArgumentError(
                 f"{type(strategy).__name__}.whole_groups gives no keys (S, K) of its groups, by which those of several "
                 f"shards are drawn"
             )
-        keys, seen, takes_late = groups.seen_keys, groups.seen_counts, groups.seen_late is not None
-        late = np.zeros(len(seen), np.bool_) if groups.seen_late is None else groups.seen_late
-        told[:] = [*keys.shape, takes_late, (shard.candidates.now_ns or 0) if takes_late else 0]
+        keys, seen = groups.seen_keys, groups.seen_counts
+        told[:] = keys.shape
     every_told = shard.gather(told)
     counts = every_told[:, 0].astype(np.int64)
     # A group of one shard: its key, how many rows the shard has of it, and its priority if it can be drawn.
@@ -105,13 +83,13 @@ def _every_group(
     if groups is not None:
         mine = padded[: len(keys)]
         mine["key"] = keys
-        mine["count"] = seen | np.where(late, _LATE, np.uint32(0))
-        mine["priority"][(seen >= size) | late] = groups.priorities
+        mine["count"] = seen
+        mine["priority"][seen >= size] = groups.priorities
     gathered = shard.gather(padded.view(np.uint64)).view(group).reshape(len(counts), -1)
     every = np.concatenate([part[:count] for part, count in zip(gathered, counts, strict=True)])
     order = np.lexsort(every["key"].T[::-1])
     owner = np.repeat(np.arange(len(counts)), counts)[order]
-    return every[order], owner, bool(every_told[:, 2].any()), int(every_told[shard.number, 3])
+    return every[order], owner
 
 
 __all__ = ["draw_groups"]

@@ -239,10 +239,6 @@ class Candidates:
         priorities: (N,) unsigned integers below 2**32, one a row. All rows are available and have generation 1.
         columns: further values of the rows, (N,) each, for strategies such as `GroupSampling`.
 
-    Attributes:
-        now_ns: when the batch was begun, in ns since 1970; None outside of a `Replay`. Draws that depend on the time go
-            by it, so that a batch that is drawn again finds the same rows too old or late.
-
     Examples:
         >>> import numpy as np
         >>> candidates = Candidates(np.array([1, 2, 3], np.uint32), {"prompt": np.array([7, 7, 8])})
@@ -265,7 +261,6 @@ class Candidates:
             raise ArgumentError(f"columns are a dict of arrays by name, found {type(columns).__name__}")
         self._columns: Mapping[str, NDArray[Any]] = columns or {}
         self._column_of: Callable[[str], NDArray[Any]] | None = None
-        self.now_ns: int | None = None
 
     @classmethod
     def of_store(cls, store: _native.Store, column_of: Callable[[str], NDArray[Any]]) -> Candidates:
@@ -274,13 +269,6 @@ class Candidates:
         made.native = _native.Candidates(store)
         made._columns = {}
         made._column_of = column_of
-        made.now_ns = None
-        return made
-
-    def at(self, now_ns: int | None) -> Candidates:
-        """Internal: the same rows, for the draws of a batch that was begun at this time."""
-        made = copy.copy(self)
-        made.now_ns = now_ns
         return made
 
     def with_native(self, native: Any) -> Candidates:
@@ -312,7 +300,7 @@ class Draw:
 
     Attributes:
         rows: uint32, row numbers.
-        generations: uint32, their generations; 0 where a late group has no row (`GroupSampling(least=...)`).
+        generations: uint32, their generations.
         probability: float64, probability of each row in one draw with replacement and without limits; 1 if nothing was
             random.
         importance_weights: float64, if `select` computes them itself; otherwise None. Prefer a method

@@ -154,12 +154,12 @@ def candidates(tools: Tools) -> Door:
 def strategies(tools: Tools) -> Door:
     def call(**given: Any) -> None:
         TopK(seed=given["seed"]), Fifo(limits=given["limits"]), Lifo(seed=given["seed"])
-        late = {name: given[name] for name in ("attempt", "least", "deadline_s")}
-        GroupSampling(given["by"], given["size"], **late), Linear(given["start"], 1.0, 10), Limits(given["version"])
+        GroupSampling(given["by"], given["size"], attempt=given["attempt"])
+        Linear(given["start"], 1.0, 10), Limits(given["version"])
         Mixture(given["shares"], [Uniform(), Uniform()])
 
     given = {"seed": 1, "limits": None, "by": "tag", "size": 3, "start": 0.5, "version": None, "shares": [1, 1]}
-    return call, {**given, "attempt": "try", "least": 2, "deadline_s": 1.0}
+    return call, {**given, "attempt": "try"}
 
 
 @door("Batch")

@@ -312,7 +312,7 @@ class PackedRankRows(RankSource):
                 self.admission.wait(step, admission)
                 self._admitted = True
             drawn = self.sharded.draw_all(step, state, updates, self.admission.quotas(step), self.exchange)
-            self.admission.keep(admission, drawn.sampled)
+            self.admission.keep(admission, drawn.sizes)
         found, version, lengths = self._tell(step, drawn)
         lengths, reader = self._assign(found.shard, lengths)
         traffic.selection_bytes += self.group.sent_bytes - sent_bytes
@@ -395,7 +395,7 @@ class PackedRankRows(RankSource):
             again, numbers = np.flatnonzero(lost), places[lost].astype(np.uint32)
             self._sampler.note_lost(len(again), attempt)
             try:
-                other = self._sampler.draw(len(again), step, {}, Redraw(attempt, numbers, rows[~lost]), found.now_ns)
+                other = self._sampler.draw(len(again), step, {}, Redraw(attempt, numbers, rows[~lost]))
             except (EmptyStoreError, NotEnoughRowsError):
                 break
             taken = self.sharded.count_mine(0, other.rows, other.generations, step, numbers)

@@ -201,7 +201,6 @@ class RankReader:
         self._led = [sampler for number, sampler in enumerate(samplers) if members.leads(number) and sampler.expires]
         self._step = 0  # of the batch that is read
         self._after = [0 for _ in samplers]  # sequence numbers that its draws have used, in orders that move on
-        self._now_ns: list[int | None] = [None for _ in samplers]  # when the leaders drew it, where that counts
         self._limits_now: dict[int, tuple[int, int, int]] = {}  # of stores whose rows were drawn again for it
         self._failed: EmptyStoreError | None = None  # why rows of it were not drawn again
 
@@ -247,7 +246,7 @@ class RankReader:
         sampler, cursors = self.samplers[store], self._sharded.cursors
         state = {"after": self._after[store]} if sampler.moves_on else {}
         try:
-            drawn = sampler.draw(n, self._step, state, Redraw(attempt, numbers, kept), self._now_ns[store])
+            drawn = sampler.draw(n, self._step, state, Redraw(attempt, numbers, kept))
         except EmptyStoreError as error:
             self._failed = error
             return None
@@ -329,7 +328,6 @@ class RankReader:
         rounds = None if drawn.rounds is None else drawn.rounds.astype(np.uint32)
         shard = store.of_rank[self.members.group.rank]
         cursor = self._after[number] = state.get(f"after/{shard}", 0)
-        self._now_ns[number] = drawn.now_ns
         return (
             drawn.shard + store.first,
             drawn.rows,

@@ -157,7 +157,7 @@ class RankRows(RankSource):
             sent_bytes = self.group.sent_bytes
             drawn = self.sharded.draw_all(step, state, updates, quotas, reader.exchange)
             counts, state = drawn.counts, drawn.state
-            self.admission.keep(admission, drawn.sampled)
+            self.admission.keep(admission, drawn.sizes)
             traffic.selection_bytes += self.group.sent_bytes - sent_bytes
             selected_s = time.perf_counter()
             mine = self._buffer(sum(drawn.sizes)) if self._reads_own else None

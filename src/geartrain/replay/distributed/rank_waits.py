@@ -72,8 +72,7 @@ class ShardAdmission:
     def keep(self, admission: Admission, found: Sequence[int]) -> None:
         """Gives back admitted rows that the batch does not need.
 
-        `found` is the number of rows found in each store. It is lower than usual at the end of a pass, and where a late
-        group has fewer rows than others.
+        `found` is the number of rows found in each store. It is lower than usual at the end of a pass.
         """
         for number, n in enumerate(found):
             admission.keep(self._samplers[number], self._share(number, n))
@@ -100,7 +99,7 @@ def wait_for_rows(few: TooFewRowsError, samplers: Sequence[StoreSampler], member
     late = time.monotonic() >= sampler.until_s
     of_groups = isinstance(few, TooFewGroupsError)
     leads, shards = members.leads(few.store), members.stores[few.store]
-    expected = writers.expected or (of_groups and leads and sampler.awaits_late_groups())
+    expected = writers.expected
     if sampler.has_tasks and leads:
         ranks = shards.processes[shards.of_rank[rank]]
         expected = expected or sampler.plan.store.other_processes() >= ranks

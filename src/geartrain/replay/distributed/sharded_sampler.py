@@ -26,7 +26,7 @@ from geartrain.ranks.rank_group import Bytes
 from geartrain.replay.builder import PriorityUpdate, State, raised
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import SHARD_STATUS, flat_bytes, rank_status
-from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler, now_ns
+from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.sharded import (
     NO_ROW,
     Shard,
@@ -113,11 +113,6 @@ class DrawnBatch(NamedTuple):
     def sizes(self) -> list[int]:
         """Rows of each store: fewer than were asked for where a pass ends."""
         return [0 if each is None else len(each.shard) for each in self.found]
-
-    @property
-    def sampled(self) -> list[int]:
-        """The same without the places of late groups that have no row."""
-        return [0 if each is None else len(each.shard) - each.absent for each in self.found]
 
 
 class ShardedSampler:
@@ -443,7 +438,7 @@ class ShardedSampler:
         sampler, store = self.samplers[number], self.members.stores[number]
         leads, grouped = self.members.leads(number), sampler.traits.form == "groups"
         shard = Shard(
-            self._candidates[number].at(now_ns()) if grouped and leads else self._candidates[number],
+            self._candidates[number],
             store.of_rank[self.members.group.rank],
             len(store.ranks),
             functools.partial(self.members.all_gather_shards, number),
@@ -490,11 +485,9 @@ class ShardedSampler:
             refused = np.zeros(len(drawn.shard), bool)
             if shard.leads:
                 mine = pending[drawn.shard[pending] == shard.number]
-                known = mine[drawn.rows[mine] != NO_ROW]
-                found = known[drawn.generations[known] != 0]  # places of late groups may have no row
+                found = mine[drawn.rows[mine] != NO_ROW]
                 keys = np.ascontiguousarray(drawn.rows[found]), np.ascontiguousarray(drawn.generations[found])
                 refused[mine] = True
-                refused[known] = False
                 refused[found] = ~self.count_mine(number, *keys, step, found.astype(np.uint32))
             bits = np.bitwise_or.reduce(shard.gather(np.packbits(refused)), axis=0)
             pending = np.flatnonzero(np.unpackbits(bits, count=len(refused)))
