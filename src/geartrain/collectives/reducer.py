@@ -11,7 +11,7 @@ from typing import Any
 import geartrain._native as _native
 from geartrain.collectives.bootstrap import secret_of
 from geartrain.core.arguments import check_choice, check_text, check_whole, shown, timeout, whole_number
-from geartrain.core.lifetime import Uncopied
+from geartrain.core.lifetime import Uncopied, on_error
 from geartrain.core.process_report import register
 from geartrain.errors import ArgumentError
 
@@ -80,11 +80,8 @@ class Reducer(Uncopied, elsewhere="send its addresses, which groups are given"):
             }
         )
         self._threads = threads
-        try:
+        with on_error(self.close, 0.0):  # a setting that cannot be used
             register(self, "reducer", lambda reducer: {"name": reducer.address, **reducer.metrics()})
-        except BaseException:  # a setting that cannot be used
-            self.close(0.0)
-            raise
 
     @property
     def address(self) -> str:

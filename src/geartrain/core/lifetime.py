@@ -22,7 +22,8 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, SupportsIndex, TypeVar
 
 from geartrain._native import forks
 from geartrain.core.threads import DaemonThread, ReentrantEvent
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def living(
@@ -54,6 +56,22 @@ def living(
     if at_exit is not None:
         atexit.register(call_all, at_exit)
     return objects
+
+
+class on_error:  # noqa: N801  # a context, as contextlib's are
+    """Calls `undo` with the arguments if the block raises, also by a signal handler, and lets the error through."""
+
+    __slots__ = ("_undo",)
+
+    def __init__(self, undo: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        self._undo = partial(undo, *args, **kwargs)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._undo()
 
 
 #: Work may end this long after its deadline, because its own error says best what was missing.
@@ -210,4 +228,4 @@ class Lifetime(Closing):
             over.set()
 
 
-__all__ = ["Closing", "Lifetime", "Uncopied", "living"]
+__all__ = ["Closing", "Lifetime", "Uncopied", "living", "on_error"]

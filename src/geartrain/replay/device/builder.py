@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import geartrain._native as _native
+from geartrain.core.lifetime import on_error
 from geartrain.errors import ArgumentError
 from geartrain.replay.admission import Admission
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, build_stats, path_of
@@ -89,7 +90,7 @@ class DeviceBatchBuilder:
         self._session = DeviceSession(options.device)
         self.device = self._session.device
         self.targets = self._session.targets
-        try:
+        with on_error(self.close):
             rows = batch_size if len(samplers) == 1 else None
             for sampler in samplers:
                 self.targets.append(DeviceTarget(self.device, self._session.stream, sampler.plan, options, rows=rows))
@@ -99,9 +100,6 @@ class DeviceBatchBuilder:
             if self.path == "staged" and (self._host.mixed or samplers[0].passes is None):
                 self._staged = StagedBatches(self.targets[0], samplers[0], batch_size, self._host.mixed)
             self._mirrors = Mirrors(samplers, self.targets, options)
-        except BaseException:
-            self.close()
-            raise
         self.overlaps = self._staged is None  # what is staged is finished when it is started
         # Where a batch may depend on the one before (a cursor, a limit on samples), it is finished before the next one
         # is started.
@@ -157,11 +155,8 @@ class DeviceBatchBuilder:
         """Makes a batch in pinned memory, and sends it."""
         assert self._staged is not None
         one = self._staged.take()
-        try:
+        with on_error(self._staged.give_back, one):
             pending.state = self._host.sample_into(one.rows, pending.step, pending.state, pending.admission)
-        except BaseException:
-            self._staged.give_back(one)
-            raise
         keys = keys_of(one.rows, self.store_ids, self.targets[0].plan.per_step, copied=True)
         ready = self._staged.send(one, keys, pending.step)
         pending.made = self._built_batch(ready, pending, time.perf_counter() - began_s)
@@ -174,7 +169,7 @@ class DeviceBatchBuilder:
         rows = pending.rows = self.samplers[0].empty_rows(self.rows) if mixed else None
         pending.state, first = list(state), 0
         wait_together(self.samplers)
-        try:
+        with on_error(_abandon, pending):
             for number, (sampler, quota) in enumerate(zip(self.samplers, self._host.quotas(step), strict=True)):
                 if not quota:
                     continue
@@ -188,19 +183,13 @@ class DeviceBatchBuilder:
                 if rows is not None:
                     rows.set_shard(first, quota, number)
                 first += quota
-        except BaseException:
-            _abandon(pending)
-            raise
 
     def _finish(self, pending: PendingBatch) -> BuiltBatch:
         began_s = time.perf_counter()
         rows, state, transfer = pending.rows, list(pending.state), pending.transfer
-        try:
+        with on_error(_abandon, pending):
             for number, begun in pending.parts:
                 rows, state[number] = begun.finish()
-        except BaseException:
-            _abandon(pending)
-            raise
         assert rows is not None
         assert transfer is not None
         pending.state = state
