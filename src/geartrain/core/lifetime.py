@@ -17,6 +17,7 @@ a future, inherits `Uncopied`. A helper that only has to know of forks adds itse
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import time
 import weakref
@@ -43,18 +44,19 @@ def living(
 
     Args:
         after_fork: called with each of them in a forked child, as `Lifetime._after_fork` is.
-        at_exit: called with each of them when the interpreter exits.
+        at_exit: called with each of them when the interpreter exits. An error of one does not keep the others open.
     """
     objects: weakref.WeakSet[T] = weakref.WeakSet()
 
-    def call_all(function: Callable[[T], object]) -> None:
+    def call_all(function: Callable[[T], object], *ignored: type[Exception]) -> None:
         for one in list(objects):
-            function(one)
+            with contextlib.suppress(*ignored):
+                function(one)
 
     if after_fork is not None:
         os.register_at_fork(after_in_child=lambda: call_all(after_fork))
     if at_exit is not None:
-        atexit.register(call_all, at_exit)
+        atexit.register(call_all, at_exit, Exception)
     return objects
 
 
@@ -161,10 +163,14 @@ class Lifetime(Closing):
         """Whether it belongs to the process that this one was forked from."""
         return self._forks != forks()
 
-    def _check_open(self) -> None:
-        """Raises `error` unless it is open, and may be used in this process."""
+    def _check_owner(self) -> None:
+        """Raises `error` in a forked child, unless that may use its copy."""
         if not self._inherited and self._forked:
             raise self._error(f"{self._what} belongs to the process that this one was forked from; make one here")
+
+    def _check_open(self) -> None:
+        """Raises `error` as `_check_owner`, and once it is closed."""
+        self._check_owner()
         if not self._unended:
             raise self._error(f"{self._what} was closed")
 
