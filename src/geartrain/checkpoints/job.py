@@ -58,6 +58,7 @@ from geartrain.checkpoints.steps import (
     write_record,
 )
 from geartrain.core.arguments import check_flag, check_path, check_texts, timeout, whole_number
+from geartrain.core.lifetime import on_error
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, CheckpointError, GeartrainError, PeerLostError, WaitTimeoutError
 from geartrain.ranks.rank_group import RankGroup, SingleRank
@@ -344,7 +345,7 @@ def _load(
         check_load_requests(everyone)
         number, identity = newest_common(root, everyone)
         load = _ShardLoad(everyone, ranks.rank, root, (number, identity), how, progress, options)
-        try:
+        with on_error(load.undo):
             found = _run_phase(ranks, load.doing, load.run, timeout_s)
             if _REMOVED in found:
                 # By a save, before some rank had opened it: there is a newer one.
@@ -355,9 +356,6 @@ def _load(
                 load.undo()
                 continue
             _run_phase(ranks, load.doing, load.attach, timeout_s)
-        except BaseException:
-            load.undo()
-            raise
         loaded = found[load.loader]
         assert load.store is not None
         assert isinstance(loaded, tuple)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.json_values import object_entries, read_object, whole_entry
 from geartrain.core.keys import Keys
+from geartrain.core.lifetime import on_error
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, CheckpointError, FieldError, StoreMissingError
 from geartrain.store.checkpoint_format import ROW_RECORD, json_checksum, put_json
@@ -58,11 +59,8 @@ def saved_shard(place: Path, record: dict[str, Any], k: int, n: int, how: LoadOp
     """
     as_saved = len(record["shards"]) == n and how.together is None and how.capacity is None
     shard: SavedShard = (_WholeShard if as_saved else _ReshardedShard)(place, record, k, n, how)
-    try:
+    with on_error(shard.close):
         shard.open()
-    except BaseException:
-        shard.close()
-        raise
     return shard
 
 
@@ -81,7 +79,7 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
             f"loaded from it. Remove it with `geartrain remove {name}` to load from disk"
         )
     store = Store.open(name, adopt=True)
-    try:
+    with on_error(store.close, keep=True):
         if store.id != peeked.id:
             raise CheckpointError(f"another segment took the name {name!r} while its rows were adopted")
         if store.plan is not None:
@@ -98,9 +96,6 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
         drawn = np.flatnonzero(same & (there["times_sampled"] != infos["times_sampled"]))
         counts = np.ascontiguousarray(there["times_sampled"][drawn])
         store.native.set_times_sampled(keys.row[drawn], keys.generation[drawn], counts)
-    except BaseException:
-        store.close(keep=True)
-        raise
     adopted = int(same.sum()) - lost
     return store, (adopted, len(keys) - int(same.sum()), len(saved) - adopted)
 
@@ -326,15 +321,11 @@ class _ReshardedShard(SavedShard):
         else:
             self._read_parts()
             store = Store.create(name, **creation_options(self._plan, {**limits, "span_bytes": self._span_bytes()}))
-        try:
+        with on_error(store.close), on_error(store.unlink):
             if self._plan is None:
                 self._fill(store, progress)
             else:
                 self._fill_parts(store, progress)
-        except BaseException:
-            store.unlink()
-            store.close()
-            raise
         return store
 
     def _limits(self) -> dict[str, Any]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 import geartrain.core.trace as trace
-from geartrain._native import forks
 from geartrain.collectives.bootstrap import Bootstrap
 from geartrain.collectives.buffers import buffer_of, check_reduction
 from geartrain.collectives.exchange import Exchange, exchange_of
@@ -23,16 +19,15 @@ from geartrain.collectives.session import Session
 from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import Work
 from geartrain.core.arguments import check_text, check_texts, timeout
-from geartrain.core.lifetime import Uncopied
+from geartrain.core.lifetime import Lifetime, living
 from geartrain.core.process_report import register
 from geartrain.core.threads import refuse_within
 from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError
 
 _log = logging.getLogger(__name__)
-_FORKED = "this group belongs to the process that this one was forked from; make one here"
 
 
-class Group(Uncopied, elsewhere="each rank makes its own, in its process"):
+class Group(Lifetime, error=CollectiveClosedError, elsewhere="each rank makes its own, in its process"):
     """A group of ranks for collectives. Every rank makes one, with the same arguments except `rank`.
 
     All ranks must make their calls in the same order. All ranks get the same bits: elements are summed in rank order,
@@ -124,7 +119,7 @@ class Group(Uncopied, elsewhere="each rank makes its own, in its process"):
         picked = pick_shares(shares, world_size, reducers, rates, config.algorithm)
         owners = Owners(tuple(reducers), picked, None if rates is None else tuple(rates))
         self._lock = threading.RLock()  # of the order of calls
-        self._forks = forks()
+        super().__init__(f"group {name!r}")
         until_s = time.monotonic() + timeout_s
         bootstrap = Bootstrap(config.store, name, epoch, rank, world_size, until_s)
         session: Session | None = None
@@ -224,7 +219,7 @@ class Group(Uncopied, elsewhere="each rank makes its own, in its process"):
         """
         for name in (dtype, dtype if wire_dtype is None else wire_dtype):
             check_reduction(op, name)
-        self._check_process()
+        self._check_owner()
         timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         return self._issue(Work(self.name, address, count, dtype, wire_dtype or dtype, op, timeout_s, keep), soon)
 
@@ -369,7 +364,7 @@ class Group(Uncopied, elsewhere="each rank makes its own, in its process"):
     def _exchange(
         self, exchange: Exchange, timeout_s: float | None, result: Any, inputs: Any, soon: bool = False
     ) -> Work:
-        self._check_process()
+        self._check_owner()
         timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         session = self._session
         if session.map is not None:
@@ -391,10 +386,6 @@ class Group(Uncopied, elsewhere="each rank makes its own, in its process"):
             exchange.checked(self.world_size),
         )
         return self._issue(work, soon)
-
-    def _check_process(self) -> None:
-        if forks() != self._forks:
-            raise CollectiveClosedError(_FORKED)
 
     def _why_closed(self, error: ConnectionClosedError) -> GeartrainError:
         """The error to raise if the native group refuses a call because it was closed."""
@@ -422,7 +413,7 @@ class Group(Uncopied, elsewhere="each rank makes its own, in its process"):
         | taken_over_bytes | bytes reduced in place of lost reducers |
         | ring | of a ring: hops between hosts (`crossings`) and the fewest of any order (`least_crossings`) |
         """
-        self._check_process()
+        self._check_owner()
         try:
             found: dict[str, Any] = self._session.counts()
         except ConnectionClosedError as error:
@@ -439,8 +430,10 @@ class Group(Uncopied, elsewhere="each rank makes its own, in its process"):
 
     def error(self) -> GeartrainError | None:
         """Error that ended the group; None while it is usable."""
-        if forks() != self._forks:
-            return CollectiveClosedError(_FORKED)
+        try:
+            self._check_owner()
+        except CollectiveClosedError as error:
+            return error
         fault = (session := self._session).native.fault()
         return None if fault is None else session.error_of(fault)
 
@@ -450,7 +443,7 @@ class Group(Uncopied, elsewhere="each rank makes its own, in its process"):
         Args:
             reason: text of the error.
         """
-        self._check_process()
+        self._check_owner()
         self._session.native.abort(check_text("the reason", reason))
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -462,14 +455,11 @@ class Group(Uncopied, elsewhere="each rank makes its own, in its process"):
             timeout_s: longest wait until the other members have what they need, in seconds.
         """
         timeout(timeout_s)
-        if forks() != self._forks:
+        if self._forked:
             return
         self._session.close(timeout_s)
 
-    def __enter__(self) -> Group:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
         self.close(0.0 if kind else 10.0)
 
 
@@ -488,12 +478,5 @@ def _figures(group: Group) -> dict[str, Any]:
     }
 
 
-_alive: weakref.WeakSet[Group] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Before the interpreter drops the arrays of their operations."""
-    for group in list(_alive):
-        with suppress(Exception):
-            group.close(1.0)
+# Before the interpreter drops the arrays of their operations.
+_alive: weakref.WeakSet[Group] = living(at_exit=lambda group: group.close(1.0))

@@ -48,6 +48,7 @@ from geartrain.collectives.exchange import COLLECTIVES
 from geartrain.collectives.faults import ABORTED, CLOSED, Fault, as_reason, from_reason, renumbered_text
 from geartrain.collectives.host_map import cut
 from geartrain.collectives.work import Work
+from geartrain.core.lifetime import on_error
 from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ArgumentError, ConnectionClosedError, GeartrainError
 
@@ -153,12 +154,9 @@ class HostStages:
         self.ended = False
         self.summed: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self.crossed: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
-        try:
+        with on_error(self.summed.put, None):  # ends the one that was started
             for name, run in (("across", self._run_across), ("back", self._run_back)):
                 DaemonThread(run, f"geartrain-{name}").start()
-        except BaseException:
-            self.summed.put(None)  # ends the one that was started
-            raise
 
     def each(self) -> list[Stage]:
         """The stages that exist."""

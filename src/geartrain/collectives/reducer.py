@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import geartrain._native as _native
 from geartrain.collectives.bootstrap import secret_of
 from geartrain.core.arguments import check_choice, check_text, check_whole, shown, timeout, whole_number
-from geartrain.core.lifetime import Uncopied
+from geartrain.core.lifetime import Closing, on_error
 from geartrain.core.process_report import register
 from geartrain.errors import ArgumentError
 
 
-class Reducer(Uncopied, elsewhere="send its addresses, which groups are given"):
+class Reducer(Closing, elsewhere="send its addresses, which groups are given"):
     """A dedicated reducer: it owns shares of the ranks' arrays, sums them in rank order, and returns the results.
 
     A reducer serves any number of groups, on `threads` threads of its own. It never buffers whole arrays, only a window
@@ -80,11 +79,8 @@ class Reducer(Uncopied, elsewhere="send its addresses, which groups are given"):
             }
         )
         self._threads = threads
-        try:
+        with on_error(self.close, 0.0):  # a setting that cannot be used
             register(self, "reducer", lambda reducer: {"name": reducer.address, **reducer.metrics()})
-        except BaseException:  # a setting that cannot be used
-            self.close(0.0)
-            raise
 
     @property
     def address(self) -> str:
@@ -112,8 +108,5 @@ class Reducer(Uncopied, elsewhere="send its addresses, which groups are given"):
         """
         self._native.close(timeout(timeout_s))
 
-    def __enter__(self) -> Reducer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
         self.close(0.0 if kind else 10.0)

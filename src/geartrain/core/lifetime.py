@@ -17,12 +17,14 @@ a future, inherits `Uncopied`. A helper that only has to know of forks adds itse
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, SupportsIndex, TypeVar
 
 from geartrain._native import forks
 from geartrain.core.threads import DaemonThread, ReentrantEvent
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def living(
@@ -41,19 +44,36 @@ def living(
 
     Args:
         after_fork: called with each of them in a forked child, as `Lifetime._after_fork` is.
-        at_exit: called with each of them when the interpreter exits.
+        at_exit: called with each of them when the interpreter exits. An error of one does not keep the others open.
     """
     objects: weakref.WeakSet[T] = weakref.WeakSet()
 
-    def call_all(function: Callable[[T], object]) -> None:
+    def call_all(function: Callable[[T], object], *ignored: type[Exception]) -> None:
         for one in list(objects):
-            function(one)
+            with contextlib.suppress(*ignored):
+                function(one)
 
     if after_fork is not None:
         os.register_at_fork(after_in_child=lambda: call_all(after_fork))
     if at_exit is not None:
-        atexit.register(call_all, at_exit)
+        atexit.register(call_all, at_exit, Exception)
     return objects
+
+
+class on_error:  # noqa: N801  # a context, as contextlib's are
+    """Calls `undo` with the arguments if the block raises, also by a signal handler, and lets the error through."""
+
+    __slots__ = ("_undo",)
+
+    def __init__(self, undo: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        self._undo = partial(undo, *args, **kwargs)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._undo()
 
 
 #: Work may end this long after its deadline, because its own error says best what was missing.
@@ -143,10 +163,14 @@ class Lifetime(Closing):
         """Whether it belongs to the process that this one was forked from."""
         return self._forks != forks()
 
-    def _check_open(self) -> None:
-        """Raises `error` unless it is open, and may be used in this process."""
+    def _check_owner(self) -> None:
+        """Raises `error` in a forked child, unless that may use its copy."""
         if not self._inherited and self._forked:
             raise self._error(f"{self._what} belongs to the process that this one was forked from; make one here")
+
+    def _check_open(self) -> None:
+        """Raises `error` as `_check_owner`, and once it is closed."""
+        self._check_owner()
         if not self._unended:
             raise self._error(f"{self._what} was closed")
 
@@ -210,4 +234,4 @@ class Lifetime(Closing):
             over.set()
 
 
-__all__ = ["Closing", "Lifetime", "Uncopied", "living"]
+__all__ = ["Closing", "Lifetime", "Uncopied", "living", "on_error"]

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal, NamedTuple, cast
 
-from geartrain.core.lifetime import Lifetime
+from geartrain.core.lifetime import Lifetime, on_error
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import GeartrainError, MissingDependencyError
 
@@ -89,12 +89,8 @@ class MetricsServer(Lifetime, elsewhere="make another one there"):
         super().__init__("the metrics server")
         self._closing = threading.RLock()  # a signal's handler may close while its thread does
         self._clients: dict[_Client, None] = {}  # the oldest first
-        try:
+        with on_error(self._loop.close), on_error(self._listening.close):  # no more threads
             self._thread.start()
-        except BaseException:  # no more threads
-            self._listening.close()
-            self._loop.close()
-            raise
         self._begin()
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from geartrain.core.lifetime import on_error
 from geartrain.core.processes import at_end_of_forked_child, process_state
 from geartrain.core.shared_files import leftovers, open_shared, segments_directory, shared_files
 from geartrain.core.threads import DaemonThread, ReentrantEvent
@@ -224,15 +225,12 @@ class _Reporter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(beside, flags, 0o600)
         self._path = path
-        try:
+        with on_error(beside.unlink, missing_ok=True):
             with open(fd, "wb") as file:  # noqa: PTH123
                 file.write(data)
             beside.replace(path)
             if self._stop.is_set():  # close() has not waited for this, and removed the one before
                 path.unlink(missing_ok=True)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
 
     def _process(self) -> dict[str, Any]:
         """The values that stay the same for the process's life. They are read once."""

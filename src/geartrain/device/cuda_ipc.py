@@ -34,6 +34,7 @@ import secrets
 import threading
 from typing import Any
 
+from geartrain.core.lifetime import on_error
 from geartrain.core.schema import round_up
 from geartrain.device.cuda_runtime import CudaRuntime
 from geartrain.device.device import DeviceRuntime, IpcDevice
@@ -77,13 +78,10 @@ class IpcSlot:
         self.device, self.nbytes = device, nbytes
         self._device = owner = runtime.device(device)
         self.address = owner.allocate(nbytes)
-        try:
+        with on_error(owner.free, self.address):
             self.free = owner.new_ipc_event()
             self.key = secrets.token_bytes(_KEY)
             self._handles = owner.export(self.address), owner.export_event(self.free)
-        except BaseException:
-            owner.free(self.address)
-            raise
 
         self.retires: list[IpcSlot] = []  # freed with the next take
 
@@ -148,7 +146,7 @@ class IpcReceiver:
         """The tensors that were pushed into a slot, whose lease ends."""
         runtime, index = self._runtime, slot.device
         device = runtime.device(index)
-        try:
+        with on_error(self.abandon, slot):
             device.wait(self._written(index, token))
             tensors = []
             for code, shape, offset in forms:
@@ -159,9 +157,6 @@ class IpcReceiver:
                 if nbytes:
                     device.copy_bytes(runtime.address(tensor), slot.address + offset, nbytes)
                 tensors.append(tensor)
-        except BaseException:
-            self.abandon(slot)
-            raise
         device.record(slot.free)
         self._end_lease(slot)
         return tensors
@@ -278,13 +273,10 @@ class _Opened:
         self._key = runtime, index
         self._device = device = runtime.device(index)
         self.address = device.open(handle)
-        try:
+        with on_error(device.close, self.address):
             self.free = device.open_event(free)
             self.written = _spare_event(self._key, device)
             self.token = device.export_event(self.written)
-        except BaseException:
-            device.close(self.address)
-            raise
 
     def close(self) -> None:
         try:

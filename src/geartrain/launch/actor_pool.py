@@ -30,7 +30,7 @@ import geartrain.launch.actor_process as actor_process
 from geartrain.actors.policy import Policy
 from geartrain.core.arguments import check_function, check_whole, default_threads, shown, whole_number
 from geartrain.core.counters import SharedCounters
-from geartrain.core.lifetime import Uncopied
+from geartrain.core.lifetime import Uncopied, on_error
 from geartrain.core.process_report import register
 from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ActorDiedError, ArgumentError, StoreClosedError
@@ -132,32 +132,19 @@ class ActorPool(Uncopied, elsewhere="it supervises processes of this one"):
         self._started = ReentrantEvent()
         # One thread starts, watches and reaps all: the kernel kills them when that thread ends.
         self._thread = DaemonThread(self._supervise, "geartrain-actors")
-        try:
+        with on_error(self.counters.close), on_error(self._supervisor.close):
             self._writers = store.expect_writers()
-            try:
+            with on_error(self._writers.close):  # no more threads
                 self._thread.start()
-            except BaseException:  # no more threads
-                self._writers.close()
-                raise
-        except BaseException:
-            self._supervisor.close()
-            self.counters.close()
-            raise
-        try:
+        with on_error(self.stop):  # KeyboardInterrupt
             self._started.wait()
-        except BaseException:  # KeyboardInterrupt
-            self.stop()
-            raise
         if self._start_error is not None:
             self._thread.join()
             self._writers.close()
             self.counters.close()
             raise self._start_error
-        try:
+        with on_error(self.stop):  # a setting that cannot be used
             register(self, "pool", _figures)
-        except BaseException:  # a setting that cannot be used
-            self.stop()
-            raise
 
     def stats(self) -> dict[str, Any]:
         """What all actors have done, including those that died.

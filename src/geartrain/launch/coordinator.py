@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import geartrain.rpc as rpc
+from geartrain.core.lifetime import on_error
 from geartrain.errors import ArgumentError, GeartrainError, PeerLostError, RanksDisagreeError, WaitTimeoutError
 from geartrain.launch.context import LAUNCHER, REDUCER_KEY
 from geartrain.launch.host_snapshot import take_snapshot
@@ -79,11 +80,8 @@ class Coordinator:
         #: Of the name service, for this host's processes.
         self.address = self.node.address if position.host == 0 else self.master
         if position.host > 0:
-            try:
+            with on_error(self.close):
                 self._join()
-            except BaseException:
-                self.close()
-                raise
 
     def _join(self) -> None:
         until_s = time.monotonic() + JOIN_S

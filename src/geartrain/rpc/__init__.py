@@ -37,6 +37,7 @@ from typing import Any
 import geartrain.rpc.probe  # every node answers it
 import geartrain.rpc.tensors.calls  # noqa: F401  # and these
 from geartrain.core.arguments import check_keywords, check_store, timeout, whole_number
+from geartrain.core.lifetime import on_error
 from geartrain.errors import ArgumentError, GeartrainError, PeerLostError
 from geartrain.rpc.caller import Caller
 from geartrain.rpc.future import Future
@@ -119,11 +120,8 @@ def init(
         secret = os.environ.get("GEARTRAIN_SECRET", "").encode()
     node = Node(name, store=store, secret=secret, timeout_s=timeout_s, device_map=device_maps, **options)
     _node = node  # before the others can call: their functions may ask for it
-    try:
+    with on_error(shutdown):
         node.directory.join(name, rank, world_size, timeout_s, node.why_not_gone)
-    except BaseException:
-        shutdown()
-        raise
     return node
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from geartrain.core.arguments import check_flag, check_function, check_real, check_whole
-from geartrain.core.lifetime import living
+from geartrain.core.lifetime import living, on_error
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, BusyError, MessageError
 from geartrain.rpc.stats import BatchDone, BatchStats
@@ -102,11 +102,8 @@ class Batcher:
             if len(self._waiting) >= self._max_size:
                 full, self._waiting, since_s = self._waiting, [], self._since_s
             elif self._max_wait_s is not None:
-                try:
+                with on_error(self._waiting.pop):  # no more threads: whoever calls is told, and waits for no batch
                     self._keep_time()
-                except BaseException:  # no more threads: whoever calls is told, and waits for no batch
-                    self._waiting.pop()
-                    raise
         if full is not None:
             self._run(full, since_s, True)
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from types import CoroutineType
 from typing import Any, TypeVar
 
+from geartrain.core.lifetime import on_error
 from geartrain.errors import ConnectionClosedError
 from geartrain.rpc.threads import ThreadGroup
 
@@ -33,12 +34,8 @@ class EventLoop:
     def begin(self, coroutine: CoroutineType[Any, Any, T]) -> Future[T]:
         """Runs a coroutine: a future of its result. Raises `ConnectionClosedError` once closed."""
         guarded = _without_exits(coroutine)
-        try:
+        with on_error(coroutine.close), on_error(guarded.close):
             return asyncio.run_coroutine_threadsafe(guarded, self._running_loop())
-        except BaseException:
-            guarded.close()
-            coroutine.close()
-            raise
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -46,11 +43,8 @@ class EventLoop:
                 raise ConnectionClosedError(f"the node {self._name!r} was closed")
             if self._loop is None:
                 loop = asyncio.new_event_loop()
-                try:
+                with on_error(loop.close):
                     self._threads.start(lambda: self._run(loop), "loops for")
-                except BaseException:
-                    loop.close()
-                    raise
                 self._loop = loop
             return self._loop
 

@@ -21,7 +21,7 @@ from geartrain.core.arguments import (
     shown,
     timeout,
 )
-from geartrain.core.lifetime import Lifetime
+from geartrain.core.lifetime import Lifetime, on_error
 from geartrain.core.process_report import register
 from geartrain.errors import (
     ArgumentError,
@@ -158,7 +158,7 @@ class Node(
         self.address = listener.address
         self.topics = Topics(self)
         self._threads = ThreadGroup(name)
-        try:
+        with on_error(self.devices.close), on_error(self._threads.join, 0.5), on_error(listener.close):
             self.server = Server(
                 self,
                 name,
@@ -174,19 +174,11 @@ class Node(
                 spin_us=self._options["spin_us"],
                 lost=self._lost,
             )
-        except BaseException:
-            listener.close()
-            self._threads.join(0.5)
-            self.devices.close()
-            raise
         self._begin()
-        try:
+        with on_error(self.close):
             trace.name_process(name)
             register(self, "node", _figures)
             self.directory.claim(name, self.address, self.why_not_gone)
-        except BaseException:
-            self.close()
-            raise
 
     def why_not_gone(self, address: str) -> str | None:
         """Internal: why a node may still be alive at an address. None if it is proven to be gone."""

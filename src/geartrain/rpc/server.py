@@ -12,6 +12,7 @@ from typing import Any
 
 import geartrain._native as _native
 from geartrain.core.arguments import did_you_mean, shown
+from geartrain.core.lifetime import on_error
 from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import GeartrainError, UntrustedPeerError, WaitTimeoutError
 from geartrain.rpc.event_loop import EventLoop
@@ -84,15 +85,12 @@ class Server:
         self._loop = EventLoop(name, threads)
         self._closed = False
         self._closing = ReentrantEvent()
-        try:
+        with on_error(self.close):  # no more threads: those that were started end
             threads.start(self._accept, "accepts")
             threads.start(self._expire, "expires calls of")
             for _ in range(2):
                 if self.scheduler.claim_receiver():
                     threads.start(self._receive, "serves")
-        except BaseException:  # no more threads: those that were started end
-            self.close()
-            raise
 
     @property
     def sessions(self) -> list[ServerSession]:

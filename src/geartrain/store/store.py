@@ -31,6 +31,7 @@ from geartrain.core.arguments import (
     timeout,
 )
 from geartrain.core.keys import Keys, check_keys
+from geartrain.core.lifetime import on_error
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.core.tasks import Task
@@ -295,12 +296,8 @@ class Store(TaskedRows):
         )
         store = cls(native, name, trust)
         if wanted is not None:
-            try:
+            with on_error(store.close), on_error(store.unlink):
                 store.begin_journal(wanted)
-            except BaseException:
-                store.unlink()
-                store.close()
-                raise
         return store
 
     @classmethod
@@ -399,14 +396,11 @@ class Store(TaskedRows):
                     return cls.create(name, fields, **given, **options)
                 except StoreExistsError:
                     continue  # another process created it meanwhile
-        try:
+        with on_error(store.close):
             if fields is not None:
                 # The name may have passed to another segment meanwhile.
                 check_schema(name, fields, max_length, store.native, tasks)
             store._join_journal()
-        except BaseException:
-            store.close()
-            raise
         return store
 
     @classmethod
@@ -484,15 +478,11 @@ class Store(TaskedRows):
             store = cls.create(named, found.fields, max_length=found.max_length, **{**limits, **options})
         else:
             store = cls.create(named, **creation_options(found.plan, {**limits, **options}))
-        try:
+        with on_error(store.close), on_error(store.unlink):
             if wanted is None:
                 found.fill(store.native, progress=progress)
             else:
                 store.begin_journal(wanted, found, progress)
-        except BaseException:
-            store.unlink()
-            store.close()
-            raise
         store._origin = found.id
         return store
 

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 import geartrain._native as _native
 from geartrain.core.arguments import check_texts, check_whole, shown, some_of, timeout, whole_number
 from geartrain.core.keys import Keys, check_keys
+from geartrain.core.lifetime import on_error
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, NoSpaceError, SchemaError, StoreClosedError, WaitTimeoutError
 from geartrain.store.claims import (
@@ -309,12 +310,9 @@ class TaskedRows:
         rows, read = found
         claim = Claim(self, number, rows if isinstance(rows, tuple) else None, output, read)
         if version is not None and len(claim):
-            try:
+            with on_error(claim.release):
                 said = version_of(version)
                 claim.say_version(self.native.clock() if said is None else said)
-            except BaseException:
-                claim.release()
-                raise
         return claim
 
     def put(

@@ -15,7 +15,7 @@ import numpy as np
 
 import geartrain._native as _native
 from geartrain.core.arguments import check_text, check_whole, timeout
-from geartrain.core.lifetime import Lifetime
+from geartrain.core.lifetime import Lifetime, on_error
 from geartrain.core.process_report import register
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, CorruptStoreError, GeartrainError, WaitTimeoutError
@@ -126,14 +126,11 @@ class Reader(Lifetime, at_exit=True, inherited=True, elsewhere="make another one
         self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread, and close
         self._follower: Follower | None = None
         self._begin()
-        try:
+        with on_error(self.close):  # no more threads
             if node is not None and source is not None:
                 self._follower = Follower(name, node, source, self._directory, self._trust)
                 weakref.finalize(self, self._follower.stop)
             register(self, "reader", _figures)
-        except BaseException:  # no more threads
-            self.close()
-            raise
 
     def latest(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Snapshot:
         """Snapshot of the newest version. Waits until there is a version, and until it is at least `at_least`.

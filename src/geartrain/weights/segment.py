@@ -21,6 +21,7 @@ import numpy as np
 import geartrain.core.futex as futex
 import geartrain.core.locks as locks
 from geartrain.core.arguments import did_you_mean, some_of
+from geartrain.core.lifetime import on_error
 from geartrain.core.shared_files import (
     Trust,
     cannot_make,
@@ -121,11 +122,8 @@ class WeightsSegment:
             if not locks.take(fd, locks.SHARED, MEMBERS) or not _is_at(fd, path):
                 os.close(fd)  # the last attached process is removing it
                 continue
-            try:
+            with on_error(os.close, fd):
                 segment = cls(fd, path, trust)
-            except BaseException:
-                os.close(fd)
-                raise
             if segment.signals["replaced"] and segment.has_its_name():  # or every process would look for another one
                 raise CorruptStoreError(f"{path} is damaged: it says that it was replaced, and has its name")
             return segment
@@ -146,7 +144,7 @@ class WeightsSegment:
             raise StoreMissingError(f"weights live in a directory that is there: {path.parent} is none") from None
         except OSError as error:
             raise _no_space(path, SCHEMA_AT, error) from error
-        try:
+        with on_error(os.close, fd):
             share_with(fd, trust)
             _allocate(fd, path, 0, SCHEMA_AT)
             header = np.zeros((), HEADER)
@@ -156,9 +154,6 @@ class WeightsSegment:
                 os.pwrite(fd, seal(header), 0)
             locks.take(fd, locks.SHARED, MEMBERS)
             return cls(fd, path, trust)
-        except BaseException:
-            os.close(fd)
-            raise
 
     def link(self) -> None:
         """Gives a new file its name.

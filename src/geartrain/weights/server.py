@@ -20,6 +20,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from geartrain.core.arguments import did_you_mean, shown
+from geartrain.core.lifetime import living
 from geartrain.errors import ArgumentError
 from geartrain.rpc import function
 from geartrain.weights.format import Head
@@ -55,6 +56,7 @@ class _Served:
         self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread
         writer.on_commit = self.wake
         writer.on_wait = self.drop_idle
+        _living.add(self)
 
     async def newer(self, caller: str, after_id: bytes, after_sequence: int, wait_s: float) -> dict[str, Any] | None:
         until_s = time.monotonic() + wait_s
@@ -151,6 +153,7 @@ class _Served:
                 self._drop(caller)
 
 
+_living: weakref.WeakSet[_Served] = living(after_fork=_Served.after_fork)
 _served: weakref.WeakKeyDictionary[Node, dict[str, _Served]] = weakref.WeakKeyDictionary()
 
 
@@ -162,15 +165,6 @@ def serve(node: Node, name: str, writer: Writer) -> None:
         mine = known  # without a reference to the node, which would keep it alive
         node.on_peer_lost(lambda peer, _: _drop_pins(mine, peer))
     known[name] = _Served(writer)
-
-
-def _after_fork() -> None:
-    for known in list(_served.values()):
-        for served in list(known.values()):
-            served.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def _drop_pins(known: dict[str, _Served], peer: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.core.arguments import check_whole
-from geartrain.core.lifetime import Lifetime
+from geartrain.core.lifetime import Lifetime, on_error
 from geartrain.core.shared_files import Trust
 from geartrain.core.threads import held
 from geartrain.errors import ArgumentError, BuffersHeldError, GeartrainError, WaitTimeoutError
@@ -119,11 +119,8 @@ class Writer(Lifetime, at_exit=True, elsewhere="weights have one publisher a hos
         Within `turn`. Raises `BuffersHeldError`, `NoSpaceError`.
         """
         buffer = self._claim(time.monotonic() + timeout_s, timeout_s)
-        try:
+        with on_error(self._segment.unclaim, buffer):
             yield self._views[buffer]
-        except BaseException:
-            self._segment.unclaim(buffer)
-            raise
         self._segment.commit(buffer, version)
         if self._old is not None:
             self._segment.replace(self._old)
@@ -157,7 +154,7 @@ class Writer(Lifetime, at_exit=True, elsewhere="weights have one publisher a hos
 
     def _prepare(self, buffer: int) -> None:
         assert self._schema is not None
-        try:
+        with on_error(self._segment.unclaim, buffer):
             if buffer not in self._used:
                 self._segment.allocate(buffer)
                 self._used.add(buffer)
@@ -166,9 +163,6 @@ class Writer(Lifetime, at_exit=True, elsewhere="weights have one publisher a hos
                 self._populate(memory)
                 self._views[buffer] = list(self._schema.views(memory))
             self._memory = self._segment.memory(buffer)
-        except BaseException:
-            self._segment.unclaim(buffer)
-            raise
 
     def _populate(self, memory: Any) -> None:
         """Faults all pages in with one call."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import geartrain._native as _native
+from geartrain.core.lifetime import on_error
 from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.allreduce.profile import Profile, mean
@@ -137,11 +138,8 @@ class AllReduceTestbed:
         self._workers = workers
         self._count = workers + (workers if reducers is None else reducers)
         self._folder = Path(tempfile.mkdtemp(prefix="geartrain-bench-"))
-        try:
+        with on_error(shutil.rmtree, self._folder, ignore_errors=True):
             self._start()
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
 
     def _start(self) -> None:
         self._reducers: dict[int, str] = {}
@@ -149,11 +147,8 @@ class AllReduceTestbed:
         argv = [sys.executable, *WORKER]
         count = self._count
         self.fleet = Fleet.here(count, argv) if self._hosts is None else Fleet.on(self._hosts, range(count), argv)
-        try:
+        with on_error(self.fleet.close):
             (kept,) = self.fleet.ask([0], do="listen", host=self._address(0))
-        except BaseException:
-            self.fleet.close()
-            raise
         self._port = int(kept["port"])
 
     def restart(self) -> None:

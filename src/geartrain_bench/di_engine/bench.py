@@ -32,6 +32,7 @@ import numpy as np
 
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
+from geartrain.core.lifetime import on_error
 from geartrain.errors import GeartrainError
 from geartrain_bench.harness.baselines import BaselineError
 from geartrain_bench.harness.timing import BenchResult, Clock, Lap, System, lap, take_turns
@@ -154,13 +155,10 @@ class Pair:
         )
         self._stream: socket.socket | None = None
         self._unread = b""
-        try:
+        with on_error(self.close):
             with listener:
                 self._stream = self._accept(listener, time.monotonic() + setup_s)
             self.versions: dict[str, str] = self._answer(setup_s)["versions"]
-        except BaseException:
-            self.close()
-            raise
 
     def lap(self, case: Case) -> Lap:
         """One lap: so many emits, one after the other."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from geartrain.core.lifetime import on_error
 from geartrain.core.schema import Field
 from geartrain_bench.harness.child_process import AnsweringProcess, BaselineError
 from geartrain_bench.harness.timing import Lap
@@ -34,11 +35,8 @@ class BaselineProcess(AnsweringProcess):
     ) -> None:
         super().__init__(name, python, WORKER, {"OMP_NUM_THREADS": "2", **VARIANTS.get(name, {})})
         shapes = {name: [list(field.block_shape(max_length)), field.dtype] for name, field in fields.items()}
-        try:
+        with on_error(self.close):
             about = self.ask({"do": "setup", "kind": kind, "baseline": name, "rows": rows, "fields": shapes}, setup_s)
-        except BaseException:
-            self.close()
-            raise
         self.versions: dict[str, str] = about["versions"]
         self.rows = int(about["rows"])
 

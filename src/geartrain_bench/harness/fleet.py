@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.lifetime import on_error
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.harness.baselines import BaselineError
 
@@ -89,12 +90,9 @@ class Fleet:
 
     def __init__(self, start: Sequence[Callable[[Any], subprocess.Popen[bytes]]]) -> None:
         self._members: list[_Member] = []
-        try:
+        with on_error(self.close):
             for number, one in enumerate(start):
                 self._members.append(_Member(number, one))
-        except BaseException:
-            self.close()
-            raise
 
     @classmethod
     def here(cls, n: int, argv: Sequence[str] = WORKER) -> Fleet:

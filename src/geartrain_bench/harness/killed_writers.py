@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from geartrain.core.lifetime import on_error
 from geartrain.errors import GeartrainError
 from geartrain.store.recorder import EPISODES
 from geartrain.store.store import Store
@@ -64,11 +65,8 @@ class KilledWriters:
         self._process = AnsweringProcess("writers", sys.executable, Path(__file__), {"OMP_NUM_THREADS": "1"})
 
     def __enter__(self) -> Self:
-        try:
+        with on_error(self._process.close):
             self._process.ask({"do": "start", "store": self._name}, 120)
-        except BaseException:
-            self._process.close()
-            raise
         return self
 
     def __exit__(

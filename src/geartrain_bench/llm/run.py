@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import geartrain_bench.harness.timing as harness
+from geartrain.core.lifetime import on_error
 from geartrain_bench.harness.child_process import AnsweringProcess, BaselineError
 from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
 from geartrain_bench.llm.samples import TOKEN_FIELDS, USUAL, Answers, make_answers
@@ -77,15 +78,12 @@ class Peer(AnsweringProcess):
 
     def __init__(self, python: str, answers: Answers, setup_s: float = 150.0) -> None:
         super().__init__(PEER, python, WORKER, {"OMP_NUM_THREADS": "1"})
-        try:
+        with on_error(super().close):
             with tempfile.TemporaryDirectory() as directory:
                 values = Path(directory) / "answers.npz"
                 flat: dict[str, Any] = {name: np.concatenate(each) for name, each in answers.items()}
                 np.savez(values, lengths=np.array([len(one) for one in answers["ids"]]), **flat)
                 about = self.ask({"do": "setup", "values": str(values)}, setup_s)
-        except BaseException:
-            super().close()
-            raise
         self.versions: dict[str, str] = about["versions"]
         self.actors: int = about["actors"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from geartrain.core.lifetime import on_error
 from geartrain_bench.harness.child_process import AnsweringProcess, BaselineError
 from geartrain_bench.harness.timing import Lap
 
@@ -25,11 +26,8 @@ class Foreign(AnsweringProcess):
 
     def __init__(self, python: str, system: str, setup_s: float = 90.0) -> None:
         super().__init__(system, python, WORKER, {"OMP_NUM_THREADS": "1"})
-        try:
+        with on_error(super().close):
             self.versions: dict[str, str] = self.ask({"do": "setup", "system": system}, setup_s)["versions"]
-        except BaseException:
-            super().close()
-            raise
 
     def lap(self, what: str, calls: int, *, nbytes: int = 0, open_calls: int = 1, timeout_s: float = 120.0) -> Lap:
         """Seconds of a call, by its own clock. Raises `BaselineError`."""

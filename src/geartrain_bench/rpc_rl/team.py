@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
+from geartrain.core.lifetime import on_error
 from geartrain.errors import GeartrainError, PeerLostError, WaitTimeoutError
 from geartrain_bench.rpc_rl.settings import Settings, lengths
 
@@ -56,7 +57,7 @@ class Team:
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         self.names = [name_of(rank) for rank in range(work.world_size)]
-        try:
+        with on_error(self.kill):
             for rank in range(work.world_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=worker, args=(backend, rank, work, theirs), daemon=True)
@@ -66,9 +67,6 @@ class Team:
                 self.pipes.append(ours)
             for rank in range(work.world_size):
                 self._answer(rank, START_S, "join")
-        except BaseException:
-            self.kill()
-            raise
 
     def episode(self, steps: int) -> tuple[list[float], list[float]]:
         """Seconds of the agent's decisions and of the observers' calls in one episode."""

@@ -19,8 +19,6 @@ nothing.
 
 from __future__ import annotations
 
-import atexit
-import os
 import time
 import weakref
 from collections import Counter
@@ -31,11 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from geartrain._native import forks
 from geartrain.collectives.torch_backend.device_groups import CLOSE_TIMEOUT_S, DeviceGroups
 from geartrain.collectives.torch_backend.exchanges import FORMS, TensorExchange, begin, timeout_of
 from geartrain.collectives.torch_backend.options import BackendOptions
 from geartrain.collectives.torch_backend.tensors import DTYPES, as_list, as_options, devices_of, flat_of, op_of
 from geartrain.collectives.torch_backend.work import Finisher, TorchWork, backend_error, uncompiled
+from geartrain.core.lifetime import living
 
 BACKEND = "geartrain"
 
@@ -86,7 +86,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._counts: Counter[str] = Counter()
         self._ours: Counter[str] = Counter()
         self._inner: Counter[str] = Counter()
-        self._pid = os.getpid()
+        self._forks = forks()
         try:
             self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)  # type: ignore[attr-defined]
         except RuntimeError:
@@ -316,7 +316,7 @@ class ProcessGroup(dist.ProcessGroup):
         It first sends the data that other ranks still need. Operations whose futures were requested have some seconds
         to end. Other operations in progress fail.
         """
-        if os.getpid() != self._pid:  # a fork of the process that owns the connections
+        if self._forks != forks():  # a fork of the process that owns the connections
             return
         if not self._groups.close():
             return
@@ -361,20 +361,13 @@ for _names, _made in ((FORWARDED, _forward), (FORMS, _exchanged)):
             setattr(ProcessGroup, _name, _made(_name))
 
 
-_alive: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+# Ends the threads of groups that were not destroyed.
+_alive: weakref.WeakSet[ProcessGroup] = living(at_exit=ProcessGroup.shutdown)
 
 
 def _waits(*arguments: Any) -> bool:
     """Whether these are of a call that waits for its result: torch's options say so."""
     return any(getattr(one, "asyncOp", True) is False for one in arguments)
-
-
-@atexit.register
-def _shut_down_all() -> None:
-    """Ends the threads of groups that were not destroyed, before the interpreter is finalized."""
-    for group in list(_alive):
-        with suppress(Exception):
-            group.shutdown()
 
 
 def create(backend_options: Any, options: Any = None) -> ProcessGroup:

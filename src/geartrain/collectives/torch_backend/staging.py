@@ -29,7 +29,6 @@ their events allow.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -41,6 +40,7 @@ from typing import Any, Protocol
 
 import torch
 
+from geartrain.core.lifetime import Lifetime
 from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.device.device import Device
 from geartrain.errors import ConnectionClosedError, WaitTimeoutError
@@ -106,7 +106,7 @@ class _Chunk:
     reduction: Reduction | None = None
 
 
-class Staging:
+class Staging(Lifetime, error=ConnectionClosedError, elsewhere="each process group makes its own"):
     """Copies tensors of one device to the group and back, in the order they are submitted.
 
     Args:
@@ -123,6 +123,7 @@ class Staging:
         chunk_bytes: int = CHUNK_BYTES,
         depth: int = DEPTH,
     ) -> None:
+        super().__init__("the process group")
         self._device = device
         self._abort = abort
         self._chunk_bytes = chunk_bytes
@@ -134,9 +135,7 @@ class Staging:
         self._reducing: deque[_Chunk] = deque()
         self._jobs: queue.SimpleQueue[StagedTensor | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # a signal's handler may close in between
-        self._closed = False
         self._broken: BaseException | None = None
-        self._pid = os.getpid()
         self._thread = DaemonThread(self._run, "geartrain-staging")
         self._thread.start()
 
@@ -159,11 +158,9 @@ class Staging:
         self.record_streams(flat)
         job = StagedTensor(flat.view(-1), reduce, after, ready, time.monotonic() + timeout_s)
         with self._lock:
-            if self._closed:
-                raise ConnectionClosedError("the process group was closed")
+            self._check_open()
             self._jobs.put(job)
-            if self._closed:  # by a signal's handler: the thread may have ended before it comes to this one
-                raise ConnectionClosedError("the process group was closed")
+            self._check_open()  # closed by a signal handler, the thread may have ended before it comes to this one
         return job
 
     def record_streams(self, tensor: torch.Tensor) -> None:
@@ -180,14 +177,13 @@ class Staging:
         """A context whose device work is queued behind the results."""
         return self._device.on(self._back)
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = 10.0) -> None:
         """Ends the thread after the jobs it has; close the group first to make these fail."""
-        if os.getpid() != self._pid:  # a fork has no such thread, and perhaps a lock that is held for ever
+        if self._forked:  # the child has no such thread, and perhaps a lock that is held for ever
             return
         with self._lock:
-            if self._closed:
+            if not self._end():
                 return
-            self._closed = True
             self._jobs.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
@@ -199,7 +195,7 @@ class Staging:
             if job is None:
                 break
             for part in self._parts(job):
-                self._begin(job, part)
+                self._begin_chunk(job, part)
                 self._send(leave=AHEAD)
         self._drain()
 
@@ -217,7 +213,7 @@ class Staging:
         job.chunks_left = len(parts)
         return parts
 
-    def _begin(self, job: StagedTensor, part: torch.Tensor) -> None:
+    def _begin_chunk(self, job: StagedTensor, part: torch.Tensor) -> None:
         """Queues the copy of a chunk into a slot that may still be read: the stream waits for it, not the host."""
         slot = host = None
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.core.lifetime import Closing
+from geartrain.core.lifetime import Closing, on_error
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust
 from geartrain.errors import ArgumentError, SourceError, StoreClosedError
@@ -118,7 +118,7 @@ class StoredRows(Closing, elsewhere="open the store there"):
         self.max_length = source.max_length
         self.overwritten = self.still_open = 0
         self._source = source
-        try:
+        with on_error(self.close):
             if isinstance(source, Store):
                 if source.closed:
                     raise StoreClosedError(f"the store {source.name!r} was closed")
@@ -127,9 +127,6 @@ class StoredRows(Closing, elsewhere="open the store there"):
             else:
                 self._records = source.records()[: source.rows]
                 self.count = source.rows
-        except BaseException:
-            self.close()
-            raise
 
     def steps(self) -> tuple[int, int]:
         """Steps of all rows, and of the longest."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.lifetime import on_error
 from geartrain.errors import SourceError
 from geartrain.integrations.datasets.episode import Array, DeferredSteps, reading, require
 from geartrain.integrations.datasets.images import ImageForm
@@ -227,11 +228,8 @@ class VideoReaders:
                 self._idle.remove(reader)
         if reader is None:
             reader = VideoReader(path, place)
-        try:
+        with on_error(reader.close):
             yield reader
-        except BaseException:
-            reader.close()
-            raise
         with self._lock:
             self._idle.append(reader)
             dropped = self._idle.pop(0) if len(self._idle) > self._most else None

@@ -24,6 +24,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
+from geartrain.core.lifetime import on_error
 from geartrain.errors import ProcessDiedError, WaitTimeoutError
 
 #: Longest wait for the child to take a message, and for its answer: a group of rows, or what an import takes.
@@ -59,7 +60,7 @@ class WriterProcess:
         self._closing = threading.RLock()  # a signal's handler may close while its thread does
         self._said = os.memfd_create("writer-stderr", os.MFD_CLOEXEC)
         self._socket, theirs = socket.socketpair()
-        try:
+        with on_error(os.close, self._said), on_error(self._socket.close):
             with theirs:
                 command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)]
                 self._process = subprocess.Popen(
@@ -70,15 +71,8 @@ class WriterProcess:
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )
-        except BaseException:
-            self._socket.close()
-            os.close(self._said)
-            raise
-        try:
+        with on_error(self.close):
             self._asked(("", (kind, arguments)))
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def pid(self) -> int:

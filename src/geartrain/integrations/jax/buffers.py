@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.arguments import check_real, check_whole
 from geartrain.core.keys import Keys
-from geartrain.core.lifetime import Closing
+from geartrain.core.lifetime import Closing, on_error
 from geartrain.core.schema import MAX_NAME_BYTES, Field
 from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain.integrations.jax.streams import Streams, rows_for, steps_of_row
@@ -106,15 +106,12 @@ class TrajectoryBuffer(Closing, elsewhere="share it by the name of its store"):
         name = options["store"]
         made_here = name is None
         store = Store.create(fields, **limits) if made_here else Store.open(name, fields, create="missing", **limits)
-        try:
+        with on_error(store.close):
             if store.per_step != (exponent is not None):
                 raise ArgumentError(
                     f"the store {name!r} is of a buffer {'with' if store.per_step else 'without'} priorities"
                 )
             made = Streams(store, fields, streams, timesteps, sequence, options["batch_size"], exponent)
-        except BaseException:
-            store.close()
-            raise
         contents = BufferContents(store, made, tree, list(fields.values()), not made_here)
         weakref.finalize(self, contents.close).atexit = False
         self._open = [each for each in self._open if each() is not None] + [weakref.ref(contents)]

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from geartrain.core.arguments import check_whole
+from geartrain.core.lifetime import on_error
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, GeartrainError
 
@@ -126,11 +127,8 @@ class BatchPrefetch:
         self._thread = DaemonThread(self._queue.run, "geartrain-lerobot-prefetch")
         weakref.finalize(self, self._queue.stop).atexit = False
         _running[self._queue] = self._thread
-        try:
+        with on_error(_running.pop, self._queue, None):
             self._thread.start()
-        except BaseException:
-            _running.pop(self._queue, None)
-            raise
 
     def __iter__(self) -> Iterator[Any]:
         return self

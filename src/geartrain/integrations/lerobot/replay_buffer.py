@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from geartrain._native import forks
 from geartrain.core.arguments import check_function, check_text, check_texts, check_whole
 from geartrain.core.global_generators import drawing
-from geartrain.core.lifetime import Lifetime
+from geartrain.core.lifetime import Lifetime, on_error
 from geartrain.core.threads import refuse_within
 from geartrain.errors import (
     ArgumentError,
@@ -251,12 +251,9 @@ class LeRobotReplayBuffer(
             step.update(entries.info_arrays({} if complementary_info is None else complementary_info))
             if store is None:
                 made = self._create(entries)
-                try:
+                with on_error(made.close):
                     self._use(made, entries)
                     self._join()  # raises where the buffer was closed meanwhile
-                except BaseException:
-                    made.close()
-                    raise
             self._writer.add(states, step)
             self._enough = max(self._enough, min(self._writer.count, self.capacity))
 
@@ -459,12 +456,9 @@ class LeRobotReplayBuffer(
             optimize_memory,
             **options,
         )
-        try:
+        with on_error(buffer.close):
             for transition in transitions_of(lerobot_dataset, buffer.state_keys):
                 buffer.add(**transition)
-        except BaseException:
-            buffer.close()
-            raise
         return buffer
 
     def to_lerobot_dataset(

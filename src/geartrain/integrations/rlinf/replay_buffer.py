@@ -23,7 +23,7 @@ from geartrain.core.arguments import (
     whole_number,
 )
 from geartrain.core.global_generators import drawing
-from geartrain.core.lifetime import Lifetime
+from geartrain.core.lifetime import Lifetime, on_error
 from geartrain.core.threads import refuse_within
 from geartrain.errors import (
     ArgumentError,
@@ -189,12 +189,9 @@ class TrajectoryReplayBuffer(Lifetime, inherited=True, elsewhere="share it by th
         return self._store
 
     def _use_or_close(self, store: Store) -> None:
-        try:
+        with on_error(store.close):
             self._use(store)
             self._check_open()
-        except BaseException:
-            store.close()
-            raise
 
     def _own(self) -> None:
         """Gives a forked child locks of its own, and draws that are not its parent's."""
@@ -483,12 +480,9 @@ class TrajectoryReplayBuffer(Lifetime, inherited=True, elsewhere="share it by th
             options["capacity"] = max(1, len(lengths))
         options.setdefault("max_samples", int(lengths.max(initial=1)))
         buffer = cls(seed, sample_window_size=sample_window_size, **options)
-        try:
+        with on_error(buffer.close):
             for trajectory in trajectories_of(dataset, named, success_reward):
                 buffer.add_trajectories([trajectory])
-        except BaseException:
-            buffer.close()
-            raise
         return buffer
 
 

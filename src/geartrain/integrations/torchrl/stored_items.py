@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.arguments import timeout as checked_timeout
 from geartrain.core.keys import Keys
+from geartrain.core.lifetime import on_error
 from geartrain.core.schema import Field
 from geartrain.errors import (
     ArgumentError,
@@ -99,7 +100,7 @@ class StoredItems:
 
     def adopt(self, store: Store) -> None:
         """Takes an open store; raises if it does not belong to a storage of this size."""
-        try:
+        with on_error(store.close):
             if _STATE not in store.fields or not store.per_step:
                 raise IncompatibleStoreError(f"the store {store.name!r} is none of a torchrl storage")
             found = store.keys()
@@ -122,9 +123,6 @@ class StoredItems:
                     f"the store {store.name!r} has no generations of items: whoever makes it needs a writer with "
                     "track_generations=True too"
                 )
-        except BaseException:
-            store.close()
-            raise
         self.keys, self.tail, self.max_size = keys, tail, size
         self._place = np.zeros(store.capacity, np.int64)  # of each row
         self._place[keys.row] = np.arange(rows)
@@ -167,13 +165,10 @@ class StoredItems:
         store = self._store_place.make(fields | own, max_length=length, **options)
         state = np.zeros(REVISION + 1 + len(tail), np.int64)
         state[SIZE], state[BATCH_DIMS], state[REVISION + 1 :] = size, batch_dims, tail
-        try:
+        with on_error(store.close):
             with self._writer.locked(store):
                 if len(store) < rows:
                     _fill(store, fields, rows, state)
-        except BaseException:
-            store.close()
-            raise
         self.adopt(store)
 
     @contextmanager

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import geartrain._native as _native
+from geartrain.core.lifetime import on_error
 from geartrain.errors import ArgumentError
 from geartrain.replay.admission import Admission
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
@@ -86,7 +87,7 @@ class DeviceRows:
         self._session = DeviceSession(options.device)
         self.device = self._session.device
         self.targets = self._session.targets
-        try:
+        with on_error(self.close):
             rows = batch_size if len(samplers) == 1 else None
             for sampler in samplers:
                 self.targets.append(DeviceTarget(self.device, self._session.stream, sampler.plan, options, rows=rows))
@@ -96,9 +97,6 @@ class DeviceRows:
             if self.path == "staged" and (self._host.mixed or samplers[0].passes is None):
                 self._staged = StagedBatches(self.targets[0], samplers[0], batch_size, self._host.mixed)
             self._mirrors = Mirrors(samplers, self.targets, options)
-        except BaseException:
-            self.close()
-            raise
         self.overlaps = self._staged is None  # what is staged is finished when it is started
         # Where a batch may depend on the one before (a cursor, a limit on samples), it is finished before the next one
         # is started.
@@ -164,11 +162,8 @@ class DeviceRows:
     def _stage(self, staged: StagedBatches, step: int, state: State, admission: Admission) -> BuiltBatch:
         """Makes a batch in pinned memory, and sends it."""
         one = staged.take()
-        try:
+        with on_error(staged.give_back, one):
             after = self._host.sample_into(one.rows, step, state, admission)
-        except BaseException:
-            staged.give_back(one)
-            raise
         keys = keys_of(one.rows, self.store_ids, self.targets[0].plan.per_step, copied=True)
         return self._built(staged.send(one, keys, step), after, admission)
 
@@ -178,7 +173,7 @@ class DeviceRows:
         rows = self.samplers[0].empty_rows(self.rows) if self._host.mixed else None
         pending, first = PendingBatch(step, list(state), admission, transfer, rows), 0
         wait_together(self.samplers)
-        try:
+        with on_error(_abandon, pending):
             for number, (sampler, quota) in enumerate(zip(self.samplers, self._host.quotas(step), strict=True)):
                 if not quota:
                     continue
@@ -192,19 +187,13 @@ class DeviceRows:
                 if rows is not None:
                     rows.set_shard(first, quota, number)
                 first += quota
-        except BaseException:
-            _abandon(pending)
-            raise
         return pending
 
     def _finish(self, pending: PendingBatch) -> BuiltBatch:
         rows, state = pending.rows, list(pending.state)
-        try:
+        with on_error(_abandon, pending):
             for number, begun in pending.parts:
                 rows, state[number] = begun.finish()
-        except BaseException:
-            _abandon(pending)
-            raise
         assert rows is not None
         keys = keys_of(rows, self.store_ids, self.targets[0].plan.per_step)
         ready = pending.transfer.finish(keys, rows.probability(), rows.importance_weights(), pending.step)

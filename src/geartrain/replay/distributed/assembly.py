@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.arguments import did_you_mean
+from geartrain.core.lifetime import on_error
 from geartrain.errors import ArgumentError
 from geartrain.ranks.rank_group import Bytes
 from geartrain.replay.batch import Batch
@@ -179,7 +180,7 @@ def open_assembler(
             session.targets.append(opened[-1])
         return opened
 
-    try:
+    with on_error(session.close):
         if options.exchange == "nccl":
             if make_group is None:
                 raise ArgumentError("exchange='nccl' needs a process group of torch.distributed, or a mesh over one")
@@ -198,9 +199,6 @@ def open_assembler(
             one.close()
         session.targets.clear()
         return StagedAssembler(session, open_targets(fields, "staged"), options, why, rank)
-    except BaseException:
-        session.close()
-        raise
 
 
 __all__ = ["BatchAssembler", "check_options", "open_assembler"]

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+from geartrain.core.lifetime import on_error
 from geartrain.errors import ArgumentError, PeerLostError
 from geartrain.ranks.rank_group import Bytes, RankGroup
 from geartrain.ranks.rounds_in_flight import rounds_of
@@ -115,13 +116,10 @@ class LaggedRows(RankRows):
     ) -> None:
         super().__init__(samplers, selection, config, group, position, members)
         self._others = [rank for rank in range(group.size) if rank != group.rank]
-        try:
+        with on_error(self.assembler.close):
             if not self.reader.by_totals:
                 raise _refusal(config.extra_lag)
             self._rounds = rounds_of(group)
-        except BaseException:
-            self.assembler.close()
-            raise
         self._later = LaterUpdates[Bytes](config.extra_lag)
         self._first = True  # batch of a run
         self._newest: _Begun | None = None

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+from geartrain.core.lifetime import on_error
 from geartrain.device.nccl import DeviceGroup
 from geartrain.ranks.rank_collectives import run_on_all_ranks
 from geartrain.ranks.rank_group import Message, RankGroup
@@ -97,13 +98,10 @@ class RankRows(RankSource):
             self.assembler = self._open_assembler(config.device, members, config.timeout_s)
             self.sharded.mirrors = self.assembler.open_mirrors(samplers)
 
-        try:
+        with on_error(self.assembler.close):
             run_on_all_ranks(group, open_mine)
             self.reader = self._open_reader(config)
             self.exchange = self.reader.exchange
-        except BaseException:
-            self.assembler.close()
-            raise
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
@@ -126,11 +124,8 @@ class RankRows(RankSource):
         )
         by_totals = everyone_reads and config.device is None and all(each.by_totals for each in self.samplers)
         near = open_near(self.samplers, self.members, by_totals=by_totals, lagged=config.extra_lag > 0)
-        try:
+        with on_error(near.close):
             return RankReader(self.sharded, config, near)
-        except BaseException:
-            near.close()
-            raise
 
     @property
     def callbacks(self) -> list[str]:

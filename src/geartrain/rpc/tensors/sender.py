@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import geartrain._native as _native
+from geartrain.core.lifetime import on_error
 from geartrain.errors import (
     BusyError,
     ConnectionClosedError,
@@ -198,11 +199,8 @@ class TensorSender:
             leaves = self._devices.driver.from_host(target, self.ask("copy_to_host", tag, bundle, until_s=until_s))
             self._count("host", leaves)
             return [(key_path, leaf) for (key_path, _), leaf in zip(entries, leaves, strict=True)]
-        try:
+        with on_error(self._channels.revoke, number):
             token = self.ask("push", tag, bundle, descriptor, _left(until_s), until_s=until_s)
-        except BaseException:
-            self._channels.revoke(number)
-            raise
         leaves = self._channels.take(number, token, specs)
         self._count(channel, leaves)
         return [(key_path, leaf) for (key_path, _), leaf in zip(entries, leaves, strict=True)]
@@ -250,11 +248,8 @@ class TensorSender:
         nonce = np.frombuffer(secrets.token_bytes(NONCE_BYTES), np.uint8)
         (tensor,) = driver.from_host(here, [as_tensor(nonce)])
         number, descriptor = self.ask("lease", "cuda_ipc", there, nonce.nbytes, until_s=until_s)
-        try:
+        with on_error(self.ask, "revoke", number, until_s=until_s):
             token = self._channels.push("cuda_ipc", here, descriptor, [tensor], _left(until_s))
-        except BaseException:
-            self.ask("revoke", number, until_s=until_s)
-            raise
         if self.ask("nonce_received", number, token, until_s=until_s) != nonce.tobytes():
             raise TransportError("other bytes came than were sent")
 
@@ -268,11 +263,8 @@ class TensorSender:
                 if why is not None:
                     raise TransportError(f"cuda_ipc is not viable {where}: {why}")
             number, descriptor = self._channels.lease("cuda_ipc", here, NONCE_BYTES)
-            try:
+            with on_error(self._channels.revoke, number):
                 token, sent = self.ask("send_nonce", there, descriptor, until_s=until_s)
-            except BaseException:
-                self._channels.revoke(number)
-                raise
             if take_nonce(self._devices.driver, self._channels, number, token) != sent:
                 raise TransportError("other bytes came than the peer sent")
             self.ask("use_channel", there, "cuda_ipc", until_s=until_s)

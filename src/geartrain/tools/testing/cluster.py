@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import geartrain.tools.testing.namespaces as namespaces
-from geartrain.core.lifetime import Lifetime
+from geartrain.core.lifetime import Lifetime, on_error
 from geartrain.tools.testing.namespaces import DEADLINE_S, HostsError
 from geartrain.tools.testing.network_switch import MTU, QUEUE_FRAMES, Switch, SwitchError, address_of, open_tap
 
@@ -148,13 +148,10 @@ class Hosts(Lifetime, error=HostsError, at_exit=True, elsewhere="they belong to 
         Hosts.remove_stale()
         self.name, self._lock = namespaces.new_name()
         self._begin()
-        try:
+        with on_error(self.close):
             self._make()
             if n > 1:
                 self._check_path()
-        except BaseException:
-            self.close()
-            raise
 
     @staticmethod
     @functools.cache

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from geartrain.core.lifetime import on_error
 from geartrain.errors import GeartrainError
 
 #: Ethernet frames of this size keep the switch at a few tens of thousands a second.
@@ -101,11 +102,8 @@ class Switch:
         finally:
             for port in ports:
                 os.close(port)
-        try:
+        with on_error(self.close):
             self._ask("counters")  # once it answers, it forwards
-        except BaseException:
-            self.close()
-            raise
 
     def counters(self) -> dict[str, int]:
         """Bytes that arrived and were delivered; frames that queues dropped, that were lost, that failed."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.lifetime import on_error
 from geartrain.errors import GeartrainError, MessageError, TransportError
 from geartrain.transport.connection import Connection
 from geartrain.transport.one_sided.nixl.agent import this_agent
@@ -93,11 +94,8 @@ def attach(connection: Connection, *, timeout_s: float = 30.0) -> NixlLink:
     connection.send(b"." + handshake.hello, timeout_s=left_s())
     hello = receive()
     link: NixlLink = or_report(lambda: handshake.prove(hello, lambda: connection.native.lost, left_s()))
-    try:
+    with on_error(link.close):
         connection.send(b".proved", timeout_s=left_s())
         receive()
         handshake.confirm()
-    except BaseException:
-        link.close()
-        raise
     return link
