@@ -475,7 +475,7 @@ def test_ranks_wait_together_until_a_group_is_late_and_name_what_is_not(make_sto
     with pytest.raises(NotEnoughRowsError, match=f"2 groups of 4 were asked for, 1 of 2 are whole; {named}"):
         over_ranks(stores, 2, GroupSampling("prompt", SIZE), 8)
     with stores[0].expect_writers(), pytest.raises(WaitTimeoutError, match=named):
-        over_ranks(stores, 2, GroupSampling("prompt", SIZE), 8, timeout_s=0.05)
+        over_ranks(stores, 2, GroupSampling("prompt", SIZE), 8, timeout_s=patience(0.2))
     insert(stores[1], 4, 0, 1)
     with stores[0].expect_writers(), pytest.raises(WaitTimeoutError, match="prompt=2"):
-        over_ranks(stores, 2, GroupSampling("prompt", SIZE), 8, timeout_s=0.05, min_rows=40)
+        over_ranks(stores, 2, GroupSampling("prompt", SIZE), 8, timeout_s=patience(0.2), min_rows=40)
