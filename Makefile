@@ -16,8 +16,8 @@ setup: .venv/installed
 demo: setup
 	$(BIN)/python examples/offline_gato_hopper.py
 
-# pytest-xdist workers; many tests wait, hence more than cores. WORKERS=0: sequential.
-WORKERS ?= 4
+# pytest-xdist workers; many tests wait, hence more than cores. Each one imports all. WORKERS=0: sequential.
+WORKERS ?= 3
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
 # Workers and hundreds of processes import the same files: without bytecode each of them compiles all of them.
 test test-all test-failed test-long races: export PYTHONDONTWRITEBYTECODE =

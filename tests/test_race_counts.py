@@ -52,14 +52,5 @@ def test_a_slice_with_a_finding_is_not_counted(counted):
     assert race_counts.rounds(counted, "address") == 100
 
 
-def test_cases_with_the_fewest_rounds_are_run_first(counted):
-    race_counts.add(counted, "address", 10)
-    race_counts.add("RateLimiter-close_beside_calls", "none", 10)
-    found = [each.id for each in callers.races()]
-    assert found[-1] == counted and sorted(found) == sorted(
-        each.id for each in callers.parameters() if each.values[1] in callers.RACES
-    )
-
-
 def test_the_counts_are_of_cases_that_there_are():
     assert set(race_counts.read()) <= {f"{subject}-{scenario}" for subject, scenario in callers.cases()}

@@ -219,7 +219,8 @@ def test_every_part_on_hosts_has_cases_plots_and_bytes_near_theory(tmp_path: Pat
     slow = allreduce_report.find(result.cases, part="slow-link", arm="geartrain weighted")
     assert slow is not None and slow["rates_mbit"] == [50, 200]
     delayed = [case for case in result.cases if case["part"] == "delay"]
-    assert all(case["p50_s"] >= 0.005 for case in delayed), "nothing is faster than a round trip"
+    # (the rank that begins last may find the other one's message there)
+    assert all(max(case["laps_s"]) >= 0.005 for case in delayed), "nothing is faster than a round trip"
     pytest.importorskip("matplotlib")
     allreduce_plot.plot(result, tmp_path / "bench.png")
     allreduce_report.print_cases(result)

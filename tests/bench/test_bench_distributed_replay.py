@@ -140,22 +140,6 @@ def test_a_process_that_never_answers_is_an_error_not_a_hang() -> None:
             fleet.ask([0], timeout_s=0.2, do="leave")
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["bench", "store", "--full"], "'store' has no --full"),
-        (["bench", "store", "--train-ms", "5"], "'store' has no --train-ms"),
-        (["bench", "ranks", "--quick", "--full"], "exclude each other"),
-        (["plan", "ranks", "--hosts", "3", "--gpus", "8", "--batch", "1000"], "cannot be divided evenly over 24 ranks"),
-        (["plan", "ranks", "--check", "/nowhere.json"], "there is no file /nowhere.json"),
-    ],
-)
-def test_bad_input_is_one_line_and_no_traceback(args: list[str], said: str) -> None:
-    pytest.importorskip("typer")
-    done = preloaded.run([sys.executable, "-m", "geartrain", *args], timeout=patience(60))
-    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
-
-
 def test_plan_predicts_a_cluster_and_writes_what_it_predicted(tmp_path: Path) -> None:
     pytest.importorskip("typer")
     words = "plan ranks --hosts 3 --gpus 8 --rows 1e9 --batch 1032 --row-bytes 100e3 --link-gbit 200 --memory-gb 1000"

@@ -119,14 +119,13 @@ def test_two_reducers_that_are_lost_in_one_operation_cost_no_bit_of_it(
 def test_a_reducer_that_is_started_again_gets_its_share_back(processes: list[Process], tmp_path: Path) -> None:
     first, address = reducer_process(processes)
     ranks = start(processes, tmp_path, 2, reducers=[address], shares=[0, 0, 1])
-    for _ in range(2):
-        steps_until(ranks[0], lambda said: said["step"] > 3 and said["lost"] == 0)
-        first.child.kill()
-        first.child.wait()
-        steps_until(ranks[0], lambda said: said["lost"] == 1)
-        first, again = reducer_process(processes, "--bind", address)
-        assert again == address
-        steps_until(ranks[0], lambda said: said["lost"] == 0)
+    steps_until(ranks[0], lambda said: said["step"] > 3 and said["lost"] == 0)
+    first.child.kill()
+    first.child.wait()
+    steps_until(ranks[0], lambda said: said["lost"] == 1)
+    first, again = reducer_process(processes, "--bind", address)
+    assert again == address
+    steps_until(ranks[0], lambda said: said["lost"] == 0)
     (tmp_path / "end").touch()
     for rank in ranks:
         said = rank.last()
@@ -135,7 +134,7 @@ def test_a_reducer_that_is_started_again_gets_its_share_back(processes: list[Pro
         assert said["longest_s"] < patience(2.0), said
 
 
-@pytest.mark.parametrize("silence_s", [3.0, 0.3])
+@pytest.mark.parametrize("silence_s", [pytest.param(3.0, marks=pytest.mark.slow), 0.3])
 def test_a_reducer_that_is_stopped_is_replaced_long_before_the_deadline(
     processes: list[Process], tmp_path: Path, silence_s: float
 ) -> None:

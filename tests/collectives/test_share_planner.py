@@ -11,8 +11,6 @@ import pytest
 from geartrain import _native
 from geartrain.errors import ArgumentError
 
-G = 1e9
-
 
 def optimum_s(workers: list[float], reducers: list[float], nbytes: float) -> float:
     """The least time of any shares, by linear programming; it knows the bytes that owners move and nothing else."""
@@ -57,34 +55,6 @@ def test_the_closed_form_is_the_linear_programs_optimum() -> None:
         moved = [1e7 * (1 + (n - 2) * x) for x in shares[:n]] + [1e7 * n * y for y in shares[n:]]
         assert seconds == pytest.approx(max(b / r for b, r in zip(moved, workers + reducers, strict=True)), rel=1e-12)
         assert moved == pytest.approx(_native.moved_bytes(n, len(reducers), shares, 1e7), rel=1e-12)
-
-
-def test_no_other_shares_are_faster() -> None:
-    random = np.random.default_rng(5)
-    for _ in range(200):
-        workers, reducers = random_cluster(random)
-        _, best = _native.plan_shares(workers, reducers, 1e6)
-        other = random.dirichlet(np.full(len(workers) + len(reducers), 0.7)).tolist()
-        assert _native.shares_seconds(workers, reducers, other, 1e6) >= best * (1 - 1e-9)
-
-
-def test_the_reduction_servers_sample_cluster_needs_25_reducers_and_is_slower_than_a_ring_with_14() -> None:
-    workers, reducer = [100 * G / 8] * 8, 32 * G / 8
-    unit = 1.2e9 / workers[0]  # K / B
-    assert _native.dedicated_reducers_needed(workers, reducer) == 25
-    assert _native.reducers_needed(workers, reducer) == 25
-    assert _native.plan_dedicated(workers, [reducer] * 14, 1.2e9)[1] / unit == pytest.approx(8 / 14 / 0.32)  # 1.786
-    assert _native.ring_bytes(8, 1.2e9) / workers[0] / unit == 1.75
-    assert _native.plan_shares(workers, [], 1.2e9)[1] / unit == pytest.approx(1.75)
-    assert _native.plan_shares(workers, [reducer] * 14, 1.2e9)[1] / unit == pytest.approx(14 / 11.36)  # 1.232
-    assert _native.plan_shares(workers, [reducer] * 25, 1.2e9)[1] / unit == pytest.approx(1.0, rel=1e-12)
-    assert _native.plan_dedicated(workers, [reducer] * 25, 1.2e9)[1] / unit == pytest.approx(1.0, rel=1e-12)
-    assert _native.plan_shares(workers, [reducer] * 24, 1.2e9)[1] / unit > 1.001
-
-
-@pytest.mark.parametrize(("reducers", "expected"), [(0, 1.5), (1, 4 / 3), (2, 1.2), (3, 12 / 11), (4, 1.0), (9, 1.0)])
-def test_every_reducer_of_four_helps(reducers: int, expected: float) -> None:
-    assert _native.plan_shares([1.0] * 4, [1.0] * reducers, 1.0)[1] == pytest.approx(expected)
 
 
 def test_a_slow_worker_owns_nothing_and_moves_exactly_the_array() -> None:

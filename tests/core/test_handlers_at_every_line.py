@@ -109,7 +109,10 @@ def test_no_condition_is_entered_but_by_its_lock():
     package = Path(geartrain.__file__).parent
     wrong = []
     for file in package.rglob("*.py"):
-        tree = ast.parse(file.read_text())
+        text = file.read_text()
+        if "threading.Condition(" not in text:
+            continue
+        tree = ast.parse(text)
         conditions = {
             target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
             for node in ast.walk(tree)

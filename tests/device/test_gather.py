@@ -37,6 +37,7 @@ def test_rows_chosen_and_gathered_on_a_device_are_those_of_the_host() -> None:
     assert int(interpreted("device_selection_cases.py", timeout_s=patience(890))) > 30
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_change_is_copied_once_and_drawn_on_the_device() -> None:
     assert int(interpreted("device_selection_cases.py", "rule", timeout_s=patience(110))) == 39
 

@@ -16,7 +16,7 @@ import pytest
 from deadlines import patience
 
 import geartrain as gt
-from geartrain.actors import EpisodeRecorder, StepResult, recorded_fields
+from geartrain.actors import StepResult, recorded_fields
 
 torch = pytest.importorskip("torch", reason="the examples train torch models")
 pytest.importorskip("rich", reason="the examples draw progress bars with rich")
@@ -30,11 +30,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def mat():
     return importlib.import_module("online_mat_smax")
-
-
-@pytest.fixture
-def sac():
-    return importlib.import_module("online_sac_fetch")
 
 
 def run(example, tmp_path, *options, timeout_s=110):
@@ -51,90 +46,6 @@ def run(example, tmp_path, *options, timeout_s=110):
 
 
 # --- the transformer ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("discrete", [True, False])
-def test_actions_are_as_likely_when_they_are_learned_as_when_they_were_chosen(mat, discrete):
-    torch.manual_seed(0)
-    team = mat.Team(agents=4, seen=6, actions=3, discrete=discrete)
-    torch.nn.init.normal_(team.act[-1].weight)  # or all actions would be about as likely
-    available = torch.rand(20, 4, 3) < 0.7 if discrete else None
-    if discrete:
-        available[..., 0] = True
-    encoded, _ = team.encode(torch.randn(20, 4, 6))
-    actions, told = team.choose(encoded, available, greedy=False)
-    told_again = team.decode(encoded, available, actions).log_prob(actions)
-    torch.testing.assert_close(told_again, told, rtol=1e-4, atol=1e-5)
-    if discrete:
-        assert available.gather(2, actions[..., None]).all(), "nobody does what is impossible"
-
-
-def test_an_agent_knows_what_those_before_it_do_and_no_more(mat):
-    torch.manual_seed(0)
-    team = mat.Team(agents=4, seen=6, actions=3, discrete=True)
-    torch.nn.init.normal_(team.act[-1].weight)
-    encoded, _ = team.encode(torch.randn(5, 4, 6))
-    actions = torch.zeros(5, 4, dtype=torch.long)
-    before = team.decode(encoded, None, actions).probs
-    for agent in range(4):
-        other = actions.clone()
-        other[:, agent] = 1
-        after = team.decode(encoded, None, other).probs
-        torch.testing.assert_close(after[:, : agent + 1], before[:, : agent + 1], rtol=1e-4, atol=1e-6)
-        if agent < 3:
-            assert (after[:, agent + 1] - before[:, agent + 1]).abs().max() > 1e-3
-
-
-def test_advantages_are_those_of_a_slow_loop(mat, store_name):
-    """Rows that end with their episode, that were cut off, and that go on in the next row."""
-    torch.manual_seed(0)
-    team = mat.Team(agents=2, seen=3, actions=4, discrete=True)
-    rng = np.random.default_rng(0)
-    steps = 8
-    fields = {
-        "obs.agents": gt.Field((2, 3), "float32"),
-        "obs.available": gt.Field((2, 4), "bool"),
-        "action": gt.Field((2,), "int64"),
-        "reward": gt.Field((), "float32"),
-    }
-    value_field = gt.Field((2,), "float32")
-    episodes = [(12, True), (5, False), (1, True), (7, True), (3, False)]
-    wanted = []
-    with gt.Store.create(
-        store_name(), recorded_fields(fields, value=value_field), max_length=steps, capacity=20
-    ) as store:
-        recorder = EpisodeRecorder(store)
-        for length, terminated in episodes:
-            seen = rng.normal(size=(length + 1, 2, 3)).astype("float32")
-            values = team.encode(torch.from_numpy(seen))[1].detach().numpy()
-            rewards = rng.normal(size=length).astype("float32")
-
-            def obs(t, seen=seen):
-                return {"obs.agents": seen[t], "obs.available": np.ones((2, 4), bool)}
-
-            recorder.begin(obs(0))
-            for t in range(length):
-                last = t == length - 1
-                recorder.step(
-                    {"action": np.zeros(2, int), "reward": rewards[t], "value": values[t]},
-                    obs(t + 1),
-                    terminated=last and terminated,
-                    truncated=last and not terminated,
-                )
-            for first in range(0, length, steps - 1):  # what a row knows of
-                end = min(length, first + steps - 1)
-                for t in range(first, end):
-                    total = 0.0
-                    for k in range(end - 1, t - 1, -1):
-                        going = not (k == length - 1 and terminated)
-                        error = rewards[k] + mat.GAMMA * going * values[k + 1] - values[k]
-                        total = error + mat.GAMMA * mat.LAMBDA * going * total
-                    wanted.append(total)
-        with gt.Replay(store, gt.selection.Fifo(), len(store), prefetch=0) as replay:
-            advantage, target, acted = mat.advantages(team, replay.sample(), scale=1.0)
-        assert acted.sum() == sum(length for length, _ in episodes)
-        np.testing.assert_allclose(advantage[acted].numpy(), np.array(wanted), rtol=1e-4, atol=1e-5)
-        assert not advantage[~acted].any() and torch.isfinite(target).all()
 
 
 class Agree:
@@ -203,6 +114,7 @@ def agreed(mat, name, **options):
         return team, curve, mat.learn(chosen, team, battles, store, curve)
 
 
+@pytest.mark.slow
 def test_the_team_learns_to_agree_through_the_store(mat, store_name):
     _, _, result = agreed(mat, store_name())
     assert result["greedy"] > 0.9, "three agents that guess agree with what is asked once in 64 times"
@@ -287,73 +199,6 @@ def test_a_missing_simulator_is_one_line_with_the_cure(tmp_path, example, packag
 
 
 # --- the arm --------------------------------------------------------------------------------------------------------
-
-
-def test_goals_in_hindsight_are_what_the_same_episode_achieved_later(sac, store_name):
-    steps = sac.EPISODE + 1
-    rng = np.random.default_rng(0)
-    fields = {
-        sac.SEEN: gt.Field((2,), "float64"),
-        sac.ACHIEVED: gt.Field((3,), "float64"),
-        sac.GOAL: gt.Field((3,), "float64"),
-        "action": gt.Field((1,), "float32"),
-        "reward": gt.Field((), "float32"),
-    }
-    with gt.Store.create(store_name(), recorded_fields(fields), max_length=steps, capacity=20) as store:
-        recorder = EpisodeRecorder(store)
-        places = np.cumsum(rng.normal(0, 0.03, (20, steps, 3)), 1)
-        for episode in range(20):
-            length = sac.EPISODE if episode % 3 else 9
-
-            def obs(t, episode=episode):
-                desired = np.full(3, 100.0 + episode)
-                return {sac.SEEN: np.array([episode, t]), sac.ACHIEVED: places[episode, t], sac.GOAL: desired}
-
-            recorder.begin(obs(0))
-            for t in range(length):
-                ends = t == length - 1
-                values = {"action": [t], "reward": -1.0}
-                recorder.step(values, obs(t + 1), terminated=False, truncated=ends)
-        hindsight = sac.Hindsight(store, 400, share=0.8, seed=1)
-        relabelled, rewarded, count, reach = 0, 0, 0, set()
-        for _ in range(10):
-            before, after, goal, action, reward = (each.numpy() for each in hindsight.sample())
-            assert len(before) > 370, "few windows begin before their episode"
-            for b, a, g, did, r in zip(before, after, goal, action, reward, strict=True):
-                episode, t = int(b[0]), int(b[1])
-                assert a.tolist() == [episode, t + 1] and did == [t]
-                count += 1
-                if g[0] >= 100:
-                    assert g.tolist() == [100.0 + episode] * 3 and r == -1
-                    continue
-                relabelled += 1
-                length = sac.EPISODE if episode % 3 else 9
-                achieved = places[episode, t + 1 : length + 1]
-                at = np.flatnonzero((achieved == g).all(1))
-                assert len(at) == 1, "the goal is a place that this episode came to, then or later"
-                reach.add((length - t - 1, int(at[0])))
-                near = np.linalg.norm(places[episode, t + 1] - g) <= sac.NEAR_M
-                assert r == (0.0 if near else -1.0)
-                rewarded += near
-        assert relabelled / count == pytest.approx(0.8, abs=0.03)
-        assert 0.1 < rewarded / relabelled < 0.9
-        assert (0, 0) in reach and max(at for _, at in reach) > 40, "from the very next step to the last"
-        hindsight.replay.close()
-
-
-def test_log_probabilities_of_bounded_actions_are_right(sac):
-    torch.manual_seed(0)
-    agent = sac.Agent(3, 1)
-    state = torch.randn(1, 3).expand(200_000, 3)
-    with torch.no_grad():
-        action, log_prob, _ = agent.act(state)
-    counts, edges = np.histogram(action[:, 0].numpy(), bins=20, range=(-0.9, 0.9), density=False)
-    density = counts / len(action) / np.diff(edges)
-    places = np.digitize(action[:, 0].numpy(), edges) - 1
-    for place in range(20):
-        if counts[place] > 2000:
-            told = log_prob[torch.from_numpy(places == place)].exp().mean().item()
-            assert told == pytest.approx(density[place], rel=0.1)
 
 
 def test_the_arm_runs_end_to_end(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import numpy as np
 import preloaded
 import pytest
 from deadlines import patience
-from replay_calls import replay_of
 
 import geartrain as gt
 
@@ -48,35 +46,6 @@ def example(examples):
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
-
-
-def slow_token(value, *, squashed):
-    """By the paper's formula and a walk along the bins' upper ends."""
-    if squashed:
-        value = math.copysign(math.log(abs(value) * 100 + 1) / math.log(256 * 100 + 1), value)
-    number = 0
-    while number < 1023 and value >= -1 + (number + 1) * 2 / 1024:
-        number += 1
-    return 1024 + number
-
-
-def test_numbers_get_the_tokens_of_a_slow_loop(gato):
-    rng = np.random.default_rng(0)
-    sizes = 10.0 ** rng.uniform(-4, 4, 300) * rng.choice([-1, 1], 300)
-    values = np.concatenate([sizes, [0.0, -0.0, 1.0, -1.0, 256.0, -256.0, 1e30, -1e30]])
-    assert gato.observation_tokens(values).tolist() == [slow_token(each, squashed=True) for each in values]
-    edges = np.arange(-512, 513) / 512  # all ends of bins, exactly
-    actions = np.concatenate([edges, edges - 1e-9, rng.uniform(-1.2, 1.2, 100)])
-    assert gato.binned(actions).tolist() == [slow_token(each, squashed=False) for each in actions]
-
-
-def test_the_number_of_a_token_is_the_middle_of_its_bin(gato):
-    tokens = np.arange(1024, 2048)
-    numbers = gato.numbers_of(tokens)
-    assert numbers.dtype == np.float32 and abs(numbers).max() < 1
-    assert (gato.binned(numbers) == tokens).all(), "what the tokens say is what was done"
-    values = np.linspace(-1, 1, 5000)
-    assert abs(gato.numbers_of(gato.binned(values)) - values).max() <= 1.001 / 1024
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -132,32 +101,6 @@ def test_the_loss_is_that_of_a_slow_loop_over_real_steps_alone(model, tasks, tas
         torch.testing.assert_close(model.loss(task, tokens, frames, mask), torch.stack(losses).mean())
 
 
-@pytest.mark.parametrize("task", ["hopper", "halfcheetah", "freeway"])
-def test_actions_are_chosen_by_what_the_loss_is_of(model, gato, tasks, task):
-    """Token by token with keys and values kept, as by a model that sees each beginning anew."""
-    tokens, frames, mask = windows(tasks, task, 6, seed=1)
-    shape = tasks.SHAPES[task]
-    chosen = model.act(task, tokens, frames, mask)
-    assert ((chosen >= shape.allowed.start) & (chosen < shape.allowed.stop)).all()
-    tokens[:, -1, shape.numbers : shape.numbers + shape.actions] = 0  # is not looked at
-    assert torch.equal(model.act(task, tokens, frames, mask), chosen)
-    with torch.no_grad():
-        for number in range(shape.actions):
-            x = model.embed(task, tokens, frames).flatten(1, 2)
-            x, _ = model.think(x, model.seen(task, mask), torch.tensor([x.shape[1] - 1 - shape.actions + number]))
-            logits = model.head(model.norm(x[:, 0]))[:, shape.allowed.start : shape.allowed.stop]
-            expected = gato.middle(logits, ordered=not shape.choices) + shape.allowed.start
-            assert torch.equal(chosen[:, number], expected)
-            tokens[:, -1, shape.numbers + number] = chosen[:, number].short()
-    assert len(chosen.unique(dim=0)) > 1, "windows differ, and so do actions"
-
-
-def test_the_median_is_where_half_of_the_chances_are_passed(gato):
-    chances = torch.tensor([[0.2, 0.29, 0.02, 0.49], [0.6, 0.1, 0.1, 0.2], [0.1, 0.2, 0.3, 0.4]])
-    assert gato.middle(chances.log(), ordered=True).tolist() == [2, 0, 2]
-    assert gato.middle(chances.log(), ordered=False).tolist() == [3, 0, 3]
-
-
 # --- the stores -------------------------------------------------------------------------------------------------------
 
 
@@ -187,28 +130,6 @@ def data(tasks, tmp_path, store_name):
         content["random"] = {"returns": [0.0], "lengths": [5]}
         (directory / "recorded.json").write_text(json.dumps(content))
     return tmp_path / "data"
-
-
-def test_each_task_has_its_share_of_windows_and_frames_are_those_of_its_steps(example, tasks, data):
-    stores = list(tasks.opened(data))
-    mixture = gt.selection.Mixture(list(example.SHARES.values()), [gt.selection.Uniform(over="steps") for _ in stores])
-    counts = dict.fromkeys(tasks.SHAPES, 0)
-    try:
-        with replay_of(stores, mixture, 20, fields=["tokens"], window=example.WINDOW, seed=3) as replay:
-            for _ in range(10):
-                for task, (tokens, frames, mask) in example.sequences(replay.sample(), stores).items():
-                    shape = tasks.SHAPES[task]
-                    counts[task] += len(mask)
-                    actions = tokens[..., shape.numbers : shape.numbers + shape.actions][mask]
-                    assert ((actions >= shape.allowed.start) & (actions < shape.allowed.stop)).all()
-                    assert (frames is not None) == bool(shape.frame)
-                    if frames is not None:
-                        assert (frames[..., 0, 0][mask] == tokens[..., -1][mask]).all()
-                        assert (frames[..., -1, -1][mask] == tokens[..., -1][mask]).all()
-        assert counts == {"hopper": 100, "halfcheetah": 70, "freeway": 30}
-    finally:
-        for store in stores:
-            store.close()
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -265,18 +186,6 @@ def test_a_run_that_was_cut_has_the_losses_of_one_that_was_not_to_the_bit(
     assert other["losses"] != whole["losses"]
 
 
-def test_a_run_stops_after_its_minutes_and_the_same_command_goes_on(train, capsys):
-    whole = train("whole")
-    first = train("timed", "--minutes", "0")
-    assert not first["done"] and len(first["losses"]) == 1
-    assert "the same command goes on" in capsys.readouterr().out
-    second = train("timed")
-    assert second["done"] and second["losses"] == whole["losses"]
-    assert second["evaluations"] == whole["evaluations"]
-    third = train("timed")
-    assert third["losses"] == whole["losses"] and third["cpu_s"] >= second["cpu_s"], "it has only reported"
-
-
 def test_a_checkpoint_of_another_run_or_of_other_recordings_is_refused(train, data):
     train("run", "--minutes", "0")
     with pytest.raises(SystemExit, match="choose those options again"):
@@ -302,12 +211,6 @@ def test_senseless_options_are_refused_with_what_is_allowed(example, option, cap
     assert f"--{option.partition('=')[0]} " in told
 
 
-def test_the_share_of_the_expert_is_counted_from_random_actions(example):
-    recorded = {"hopper": {"random": {"returns": [-100.0, -100.0]}, "expert": {"returns": [250.0, 350.0]}}}
-    assert example.share_of_expert("hopper", [100.0], recorded) == 50.0
-    assert example.share_of_expert("hopper", [-100.0, 300.0], recorded) == 50.0
-
-
 # --- simulators -------------------------------------------------------------------------------------------------------
 
 
@@ -319,51 +222,6 @@ def test_the_experts_that_ship_reach_what_they_say_by_actions_of_1024_bins(tasks
     assert envs.lengths.tolist() == [1000] and made["tokens"].shape == (1000, 1, tasks.TOKENS)
     said = float(np.load(tasks.HERE / "data" / f"{task}_expert.npz")["ret"])
     assert envs.returns[0] > 0.9 * said
-
-
-class Line:
-    """Two bodies that go where they are told (`Simulators`), and observe where they are."""
-
-    def __init__(self, task, seeds):
-        self.place, self.playing = np.zeros((len(seeds), 17)), np.ones(len(seeds), bool)
-
-    def observe(self):
-        return self.place.copy()
-
-    def step(self, actions):
-        self.place[:, :6] += actions
-
-    def close(self):
-        pass
-
-
-def test_what_the_expert_wants_is_recorded_whatever_is_done(tasks, gato, monkeypatch):
-    monkeypatch.setattr(tasks, "simulators", Line)
-    places = []
-
-    def expert(envs):
-        places.append(envs.observe()[:, :6])
-        return 0.5 - 0.2 * places[-1]
-
-    disturb = tasks.disturbance("halfcheetah", np.array([False, True]), 0)
-    _, made = tasks.play("halfcheetah", [1, 2], expert, disturb, 60)
-    place = np.array(places)  # (steps, bodies, numbers)
-    assert np.array_equal(made["tokens"][..., 17:23], gato.binned(0.5 - 0.2 * place))
-    done = np.diff(place, axis=0)
-    off = np.abs(done - gato.numbers_of(gato.binned(0.5 - 0.2 * place[:-1])))
-    assert off[:, 0].max() < 1e-6, "undisturbed, the middle of the action's bin is done"
-    assert (off[:, 1].max(1) > 0.01).mean() > 0.5 and off.max() < 6 * 2 * tasks.NOISE
-
-
-def test_the_search_for_an_expert_writes_one_that_plays(tmp_path):
-    pytest.importorskip("mujoco", reason="a MuJoCo task")
-    search = importlib.import_module("halfcheetah_expert")
-    file, curve = tmp_path / "expert.npz", tmp_path / "curve.json"
-    assert search.main(["--tiny", "--out", str(file), "--curve", str(curve)]) == 0
-    found = np.load(file)
-    assert found["W"].shape == (6, 17) and found["W"].any() and found["steps"] == 160
-    points = json.loads(curve.read_text())["points"]
-    assert found["ret"] == max(point["y"] for point in points)
 
 
 @pytest.mark.slow  # trains Freeway's expert too, in a process of its own

@@ -24,34 +24,6 @@ import grpo_llm_run  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize(
-    ("said", "turn"),
-    [
-        (b"", "model"),
-        (b"12", "model"),
-        (b"12\n", "nobody"),
-        (b"[3*4]", "tool"),
-        (b"[3*4]12", "model"),
-        (b"[3*4]12\n", "nobody"),
-        (b"1" * 21, "nobody"),  # another turn might go beyond the longest answer
-    ],
-)
-def test_whose_turn_it_is_follows_from_what_was_said(said: bytes, turn: str) -> None:
-    assert grpo_llm.turn_after(said) == turn
-
-
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [(b"12\n", True), (b"[3*4]12\n", True), (b"[9*9]81[3*4]12\n", True), (b"12", False), (b"[3*4]1\n", False)],
-)
-def test_an_answer_is_right_that_ends_with_the_result(answer: bytes, right: bool) -> None:
-    assert grpo_llm.is_right(b"3*4=", answer) is right
-
-
-def test_a_call_that_is_none_gets_a_question_mark() -> None:
-    assert [grpo_llm.calculate(said) for said in (b"x[12+3]", b"[12+]", b"]")] == [b"15", b"?", b"?"]
-
-
 def test_an_answer_that_a_dead_process_began_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[bytes] = []
 

@@ -8,7 +8,6 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import preloaded
 import pytest
 from deadlines import patience
@@ -58,36 +57,6 @@ def test_grpo_runs_and_no_row_is_older_than_allowed(tmp_path):
     assert result["answers"] >= 12 * 4 * 8
 
 
-def test_grpo_counts_digits_in_their_places():
-    import grpo_toy
-
-    text = torch.tensor([[3, 1, 2, 5, 4, 10, 1, 2, 3, 4, 5], [3, 1, 2, 5, 4, 10, 3, 2, 1, 4, 5]])
-    assert grpo_toy.right_places(text).float().mean(1).tolist() == pytest.approx([1.0, 0.6])
-
-
-def test_grpo_makes_the_better_answers_of_a_group_likelier():
-    import grpo_toy
-
-    torch.manual_seed(0)
-    model = grpo_toy.LanguageModel(width=32, layers=1)
-    prompts = grpo_toy.make_prompts(4, np.random.default_rng(0)).repeat_interleave(grpo_toy.GROUP, 0)
-    text, log_probs = grpo_toy.complete(model, prompts, torch.Generator().manual_seed(0))
-    advantages = torch.randn(len(text), generator=torch.Generator().manual_seed(1))
-
-    def likelihood():
-        logits = model(text[:, :-1])[:, grpo_toy.DIGITS :].log_softmax(-1)
-        return logits.gather(2, text[:, grpo_toy.DIGITS + 1 :, None])[..., 0].sum(1)
-
-    before = likelihood().detach()
-    assert torch.allclose(before, log_probs.sum(1), atol=1e-4), "what was noted at writing is what learning sees"
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    loss, clipped = grpo_toy.loss_of(model, text, log_probs, advantages)
-    assert clipped == 0, "the model that wrote the rows has not moved yet"
-    loss.backward()
-    optimizer.step()
-    assert ((likelihood().detach() - before) * advantages).sum() > 0
-
-
 # --- DQN ----------------------------------------------------------------------------------------------------------
 
 
@@ -105,15 +74,6 @@ def test_dqn_runs_and_leaves_nothing_behind(tmp_path):
     network = dqn.QNetwork(6)
     network.load_state_dict(torch.load(file, weights_only=True))
     assert network.is_trained, "what was kept has seen the game"
-
-
-def test_dqn_shows_what_each_action_alone_reaches(capsys):
-    pytest.importorskip("ale_py", reason="ALE is an extra: pip install 'geartrain[atari]'")
-    import online_dqn_atari as dqn
-
-    assert dqn.main(["--tiny", "--game", "freeway", "--constants", "--eval-episodes", "1"]) == 0
-    shown = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert shown == ["random actions", *(f"action {number} alone" for number in range(3))]
 
 
 class SlowPool:
@@ -141,76 +101,10 @@ def test_dqn_waits_for_slow_actors_and_not_for_those_that_stand_still():
             dqn.first_steps(SlowPool(2), 4, bars, bar, patience_s=0.15)
 
 
-class Tables(torch.nn.Module):
-    """Values of two actions that can be computed by hand: of the newest frame's number and the oldest one's."""
-
-    def __init__(self, scale):
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, stacks):
-        newest, oldest = stacks[:, -1, 0, 0].float(), stacks[:, 0, 0, 0].float()
-        return self.scale * torch.stack([newest, 100 - newest + oldest], 1)
-
-
-@pytest.mark.parametrize("widen", [0.0, 0.5])
-def test_dqn_targets_are_those_of_a_slow_loop(store_name, widen):
-    """Episodes over several rows: every n-step target, stack and end is what the episode itself says."""
-    import online_dqn_atari as dqn
-    from geartrain.actors import EpisodeRecorder, recorded_fields
-
-    fields = {
-        "obs.frame": gt.Field((1, 1), "uint8"),
-        "obs.age": gt.Field((), "int32"),
-        "action": gt.Field((), "int64"),
-        "reward": gt.Field((), "float32"),
-    }
-    rng = np.random.default_rng(0)
-    row = dqn.OVERLAP + 60
-    length = 2 * row - dqn.OVERLAP - 10
-    frames = rng.permutation(255)[: length + 1]
-    actions, rewards = rng.integers(2, size=length), rng.normal(size=length).astype(np.float32)
-    online, target = Tables(1.0), Tables(0.5)
-
-    def values(net, t):
-        stack = [frames[s] if s >= 0 else 0 for s in range(t - dqn.STACK + 1, t + 1)]
-        return net(torch.tensor(stack).reshape(1, dqn.STACK, 1, 1))[0]
-
-    def error(t):
-        here, n = values(target, t), min(dqn.N_STEP, length - t)
-        wanted = sum(dqn.GAMMA**j * rewards[t + j] for j in range(n))
-        if t + n < length:
-            wanted += dqn.GAMMA**n * float(values(target, t + n)[values(online, t + n).argmax()])
-        wanted -= widen * float(here.max() - here[actions[t]])
-        return wanted - float(values(online, t)[actions[t]])
-
-    expected = {int(frames[t]): error(t) for t in range(length)}
-    made = recorded_fields(fields, overlap=True, n_step=dqn.N_STEP)
-    with gt.Store.create(store_name(), made, max_length=row, capacity=10, priority_per="step") as store:
-        recorder = EpisodeRecorder(store, overlap=dqn.OVERLAP)
-
-        def seen(t):
-            return {"obs.frame": frames[t].reshape(1, 1), "obs.age": np.int32(t)}
-
-        recorder.begin(seen(0))
-        for t in range(length):
-            values_of_step = {"action": actions[t], "reward": rewards[t]}
-            recorder.step(values_of_step, seen(t + 1), terminated=t + 1 == length, truncated=False)
-        assert len(store) == 2
-        learned = set()
-        strategy = gt.selection.Prioritized(seed=0)
-        with gt.Replay(store, strategy, 64, view=dqn.VIEW, num_batches=60, prefetch=0) as replay:
-            for batch in replay:
-                found = dqn.errors_of(online, target, batch, widen)
-                for frame, each in zip(batch["obs.frame"][:, -1, 0, 0].tolist(), found.tolist(), strict=True):
-                    assert each == pytest.approx(expected[frame], abs=1e-3), frame
-                    learned.add(frame)
-        assert learned == set(expected), "every step of the episode is learned about, the first and the last too"
-
-
 # --- one curve on any number of ranks -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_stages_and_two_replicas_learn_what_one_process_learns(tmp_path, store_name):
     pytest.importorskip("torch.distributed.pipelining", reason="needs torch 2.4")
     worker = [str(ROOT / "tests" / "support" / "pipeline_gato_worker.py"), str(tmp_path), store_name()]

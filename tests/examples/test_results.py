@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -16,7 +15,6 @@ from deadlines import patience
 pytest.importorskip("rich", reason="progress bars need rich")
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-import curves
 import results
 
 pytestmark = pytest.mark.usefixtures("preloaded_children")
@@ -99,11 +97,6 @@ def test_a_crash_or_no_curve_or_another_curve_is_no_success(table, made, tmp_pat
     assert set(lines) == set(made[0])
 
 
-def test_losses_of_other_lengths_are_infinitely_apart():
-    assert results.distance([1.0], [1.0, 2.0]) == float("inf")
-    assert results.distance([1.0, 2.0], [1.0, 2.5]) == pytest.approx(0.2)
-
-
 def test_every_result_runs_an_example_that_is_there():
     for name, result in results.RESULTS.items():
         (script,) = (word for word in result.command.split() if word.endswith(".py"))
@@ -111,16 +104,3 @@ def test_every_result_runs_an_example_that_is_there():
         assert "--seed" in result.command
         assert result.at_least > float("-inf") or result.at_most < float("inf")
         assert result.follows is None or result.follows in results.RESULTS
-
-
-def test_a_curve_says_what_was_run_and_how_long(tmp_path):
-    chosen = argparse.Namespace(seed=4, curve=tmp_path / "deep" / "c.json", plot=None)
-    curve = curves.Curve("test", "x", "y", chosen)
-    curve.line("random", 0.5)
-    curve.point(1, 2)
-    curve.point(2, 3, wall_s=None)
-    curve.finish(score=1)
-    found = json.loads(chosen.curve.read_text())
-    assert found["seed"] == 4 and found["lines"] == {"random": 0.5}
-    assert found["points"][0]["wall_s"] >= 0 and "wall_s" not in found["points"][1]
-    assert set(found["result"]) == {"score", "wall_s", "cpu_s"}

@@ -142,8 +142,8 @@ FORMATS = {
 }
 
 
-#: Formats whose files are read as another one's are.
-SLOW = {"npz, compressed", "lerobot"}
+#: Formats whose files are read as another one's are, or take seconds to write.
+SLOW = {"npz, compressed", "lerobot", "minari", "rlds", "npz"}
 
 
 def import_limited(source: Path, into: Path, format: str) -> subprocess.CompletedProcess[str]:
@@ -170,7 +170,7 @@ def test_an_episode_larger_than_memory_is_refused_by_name(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "format",
-    [pytest.param(each, marks=[pytest.mark.slow] * (each in ("npz, compressed", "lerobot"))) for each in FORMATS],
+    [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in FORMATS],
 )
 def test_a_data_set_larger_than_memory_is_imported(format: str, tmp_path: Path) -> None:
     done = import_limited(FORMATS[format](tmp_path), tmp_path / "imported.gt", format)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import tracemalloc
@@ -18,7 +17,6 @@ from lerobot_transitions import IMAGE, STATE, check, fill, make, state
 from geartrain.errors import (
     ArgumentError,
     EmptyBufferError,
-    GeartrainError,
     IncompatibleStoreError,
     SchemaError,
     StaleKeyError,
@@ -263,33 +261,6 @@ def test_two_processes_add_to_one_buffer_and_read_the_same_transitions(tmp_path)
     assert not path.exists()
 
 
-def test_a_forked_child_adds_transitions_of_its_own():
-    with make(500, writers=2) as buffer:
-        fill(buffer, 20, length=1000)
-        iterator = buffer.get_iterator(8)
-        next(iterator)
-        buffer._lock.acquire()  # as by a thread that is in a call
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                fill(buffer, 20, length=1000, first=500)
-                code = 2 if buffer.position != 20 or len(buffer) != 40 else 3
-                try:
-                    next(iterator)
-                except GeartrainError:
-                    code = 0 if code == 3 else code
-            finally:
-                os._exit(code)
-        buffer._lock.release()
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        iterator.close()
-        assert (buffer.position, len(buffer)) == (20, 40)
-        numbers = {*range(20), *range(500, 520)}
-        assert set(check(buffer.sample(1000)).tolist()) <= numbers
-        assert set(torch.cat([check(buffer.sample(40)) for _ in range(20)]).tolist()) == numbers
-
-
 def test_iterators_go_on_for_ever_and_their_threads_end():
     with make() as buffer:
         for async_prefetch in (True, False):
@@ -320,18 +291,6 @@ def test_iterators_go_on_for_ever_and_their_threads_end():
             next(last)
     with pytest.raises(ArgumentError, match="queue_size"):
         buffer.get_iterator(8, queue_size=0)
-
-
-def test_threads_add_and_sample_at_once():
-    with make(200) as buffer:
-        fill(buffer, 50)
-        iterators = [buffer.get_iterator(16) for _ in range(2)]
-        for part in range(20):
-            fill(buffer, 20, first=part * 1000)
-            for iterator in iterators:
-                check(next(iterator))
-        for iterator in iterators:
-            iterator.close()
 
 
 def test_batches_are_appended_in_place():

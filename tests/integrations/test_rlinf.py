@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 import tracemalloc
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import preloaded
 import pytest
 import torch
@@ -174,26 +171,6 @@ buffer.add_trajectories([trajectory(5)])
         assert drawn(buffer, 30) == labels([0, 1, 5])
 
 
-def test_a_forked_child_draws_and_adds_of_its_own():
-    with TrajectoryReplayBuffer(seed=1) as buffer:
-        buffer.add_trajectories([trajectory(0), trajectory(1)])
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                os.write(write, check(buffer.sample(24)).numpy().tobytes())
-                buffer.add_trajectories([trajectory(2)])
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitpid(pid, 0)[1] == 0
-        theirs = np.frombuffer(os.read(read, 4096), np.float32)
-        os.close(read), os.close(write)
-        assert len(buffer) == 3 and labels([2]) <= drawn(buffer, 30)
-        assert not np.array_equal(theirs, check(buffer.sample(24)).numpy())
-
-
 def test_a_store_of_another_window_is_not_joined(name):
     with TrajectoryReplayBuffer(sample_window_size=6, store=name) as buffer:
         buffer.add_trajectories([trajectory(0)])
@@ -261,24 +238,3 @@ def test_nothing_of_the_size_of_the_window_lies_outside_the_store():
         finally:
             tracemalloc.stop()
         assert held < buffer.store.nbytes / 8, (held, buffer.store.nbytes)
-
-
-def test_threads_add_and_sample():
-    with TrajectoryReplayBuffer(sample_window_size=8) as buffer:
-        buffer.add_trajectories([trajectory(0)])
-        failed: list[BaseException] = []
-
-        def work(call: Any) -> None:
-            try:
-                for number in range(20):
-                    call(number)
-            except BaseException as error:
-                failed.append(error)
-
-        calls = [lambda n: buffer.add_trajectories([trajectory(n)]), lambda n: check(buffer.sample(32))] * 2
-        threads = [threading.Thread(target=work, args=(call,)) for call in calls]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(patience(30))
-        assert not failed and len(buffer) == 41 and buffer.get_stats()["cache_size"] == 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 import sys
@@ -165,21 +164,6 @@ def test_few_transitions_can_be_drawn_and_an_empty_buffer_says_so():
     assert set(drawn(waits.sample(64)).tolist()) == {7}
 
 
-def test_another_process_draws_by_the_errors_that_this_one_has_set():
-    buffer = PrioritizedReplayBuffer(300, OBS, ACT, alpha=1.0, writers=2)
-    add(buffer, range(50))
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            set_errors(buffer, lambda t: torch.where(t == 20, 1000.0, 1e-2))
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert np.count_nonzero(drawn(buffer.sample(500)) == 20) > 480
-
-
 def test_a_pickle_and_a_flag_that_is_set_keep_priorities():
     buffer = PrioritizedReplayBuffer(300, OBS, ACT, alpha=1.0, n_envs=2)
     add(buffer, range(50))
@@ -206,16 +190,6 @@ def test_beta_follows_the_progress_and_dict_observations_are_drawn():
         assert buffer.beta == pytest.approx(beta)
     buffer.beta = 0.0
     assert (buffer.sample(32).weights == 1).all()
-
-
-def test_batches_by_position_have_the_same_keys():
-    buffer = PrioritizedReplayBuffer(100, OBS, ACT)
-    add(buffer, range(20))
-    batch = buffer._get_samples(np.array([4, 9]))
-    assert drawn(batch).tolist() == [4, 9]
-    assert (batch.weights == 1).all()
-    buffer.update_priorities(batch.keys, [1e-5, 1e5])
-    assert np.count_nonzero(drawn(buffer.sample(500)) == 9) > 450
 
 
 def test_what_means_nothing_is_refused():

@@ -119,24 +119,3 @@ def test_threads_that_look_while_another_makes_the_storage_find_it_empty_or_whol
             storage.close()
     finally:
         sys.setswitchinterval(interval)
-
-
-def test_forked_writers_get_places_of_their_own():
-    buffer = make(2000)
-    buffer.extend(items(0, 10))
-    children = []
-    for child in range(2):  # at the same time
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                for turn in range(20):
-                    buffer.extend(items(1000 * (child + 1) + 10 * turn, 10))
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0]
-    assert len(buffer) == 410
-    found = sorted(buffer[:]["next", "reward"].tolist())
-    assert found == [*range(10), *range(1000, 1200), *range(2000, 2200)]

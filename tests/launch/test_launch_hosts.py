@@ -46,6 +46,7 @@ def test_actors_ask_agents_and_weights_follow_over_hosts(hosts_job, tmp_path, ag
         assert found[name]["steps"] > 0
 
 
+@pytest.mark.slow
 def test_under_torchrun_ranks_of_all_hosts_draw_one_batch(hosts_job):
     pytest.importorskip("torch")
     job = hosts_job(2, GROUP, torchrun=True, steps=30)

@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 import tagged
 from device_batches import check_same, filled_store
+from recorded_shards import Episodes
 from replay_calls import replay_of
+from window_reference import CASE_IDS, CASES
 
 import geartrain as gt
 import geartrain.replay.device.gather_threshold as crossover
@@ -104,6 +106,35 @@ def test_draws_of_steps_give_the_batches_and_keys_of_the_host(
                     check_same(host, landed, {}, packed)
                 if per == "step" and packed is False:
                     assert fast.update_priorities(landed.keys, np.ones(8)) == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("marks", "per", "strategy", "window"),
+    [
+        *((0.0, "row", Prioritized(seed=1, beta=1.0), window) for window in CASES),
+        (0.25, "row", Uniform(seed=1, over="steps"), 5),
+        (0.25, "step", Prioritized(seed=2), 5),
+        (0.25, "row", Uniform(seed=1, over="steps"), gt.Windows(8, at="episode")),
+    ],
+    ids=[*CASE_IDS, "several episodes", "by step", "whole episodes"],
+)
+def test_windows_that_the_cpu_places_are_staged(
+    marks: float, per: Any, strategy: Any, window: Any, packed: bool
+) -> None:
+    settings = {"window": window, "pad": "right", "num_batches": 3, "fields": ["action", "obs.state"]}
+    device = SimulatedDevice(3)
+    with Episodes(40, marks=marks).stores(1, priority_per=per) as (store,):
+        with (
+            replay_of(store, strategy, 16, **settings) as slow,
+            replay_of(store, strategy, 16, **settings, device=DeviceOptions(device, packed=packed)) as fast,
+        ):
+            for host, landed in zip(slow, fast, strict=True):
+                device.finish()
+                check_same(host, landed, {}, packed)
+            assert fast.describe()[0]["path"] == "staged"
+        with pytest.raises(ArgumentError, match=r"path='staged'|several episodes"):
+            gt.Replay(store, strategy, 4, window=window, device=DeviceOptions(device, path="gather"))
 
 
 @contextlib.contextmanager

@@ -68,15 +68,18 @@ def print_of(batch: Any) -> str:
 # --- crashes -------------------------------------------------------------------------------------------------------
 
 
-def learn(name: str, record: Path, state: Path, selection: Any) -> None:
-    """Trains to the end: a line for each batch, and a checkpoint every fifth step."""
+def learn(name: str, record: Path, state: Path, selection: Any, most: int, alarm_s: float) -> None:
+    """Trains to the end: a line for each batch, and a checkpoint every fifth step. Killed soon after `most` lines."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     with grpo.new_store(name) as store, store.expect_writers():
         replay = kept(store, selection=selection, prefetch=2)
         if state.exists():
             replay.load_state_dict(json.loads(state.read_text()))
-        for batch in replay:
+        for lines, batch in enumerate(replay, 1):
             with record.open("a") as file:
                 file.write(f"{batch.step} {print_of(batch)}\n")
+            if lines == most:
+                signal.setitimer(signal.ITIMER_REAL, alarm_s)
             if batch.step % 5 == 4:
                 state.with_suffix(".new").write_text(json.dumps(replay.state_dict()))
                 os.replace(state.with_suffix(".new"), state)
@@ -112,25 +115,16 @@ def test_a_killed_job_draws_the_same_batches_again(
 
     assert wait_for(fork(load)) == -9
     lines = lambda: record.read_text().splitlines() if record.exists() else []  # noqa: E731
-    dice, code, resumed = random.Random(7), None, []
-    for round_ in range(8):
-        before, least = len(lines()), dice.randint(1, 9)
-        worker, learner = fork(lambda: do_tasks(name)), fork(lambda: learn(name, record, state, selection))
-        until_s = time.monotonic() + patience(60)
-        while code is None and (round_ == 7 or len(lines()) < before + least):
-            done, status = os.waitpid(learner, os.WNOHANG)
-            code = os.waitstatus_to_exitcode(status) if done else None
-            assert time.monotonic() < until_s
-            time.sleep(0.001)
-        if code is None:
-            os.kill(learner, signal.SIGKILL)
-            ended = wait_for(learner)
-            code = None if ended == -signal.SIGKILL else ended  # it may have come to its end meanwhile
+    dice, code, resumed = random.Random(7), -signal.SIGALRM, []
+    while code == -signal.SIGALRM:
+        before = len(lines())
+        most = dice.randint(1, 9) if len(resumed) < 5 else rows
+        worker = fork(lambda: do_tasks(name))
+        alarm_s = 10 ** dice.uniform(-6, -2)
+        code = wait_for(fork(lambda n=most, s=alarm_s: learn(name, record, state, selection, n, s)))
         kill(worker)
         if len(lines()) > before:
             resumed.append(int(lines()[before].split()[0]))
-        if code is not None:
-            break
     assert code == 0 and len(resumed) > 2
     by_step: dict[int, set[str]] = {}
     for line in lines():

@@ -186,6 +186,7 @@ def test_ranks_end_a_wait_for_rows_together(store_name: Callable[[], str], ranks
         ({"selection": Prioritized(beta=0.5)}, r"strategy is .*beta=None.* on rank 0 and .*beta=0.5.* on rank 1"),
         ({"batch_size": 32}, r"batch_size is 48 on rank 0 and 32 on rank 1"),
         ({"window": 5}, r"window is 4 on rank 0 and 5 on rank 1"),
+        ({"window": gt.Windows(4, at="end")}, r"windows"),
         ({"assignment": "ordered"}, r"assignment is local_first on rank 0 and ordered on rank 1"),
         ({"prefetch": 0}, r"prefetch is 2 on rank 0 and 0 on rank 1"),
         ({"num_batches": 3}, r"num_batches is None on rank 0 and 3 on rank 1"),

@@ -21,7 +21,7 @@ from geartrain.errors import (
 )
 from geartrain.replay.distributed.rank_reader import RankReader
 from geartrain.replay.distributed.sharded_sampler import ShardedSampler
-from geartrain.selection import Epochs, Fifo, Lifo, Limits, Mixture, Prioritized, Uniform
+from geartrain.selection import Epochs, Fifo, Lifo, Limits, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 B = 30
@@ -56,39 +56,6 @@ STRATEGIES: dict[str, tuple[str, Any]] = {
     "newest": ("step", Lifo()),
     "passes": ("row", Epochs(seed=9, over="steps")),
 }
-SHORT = [
-    ("over steps", "n-step"),
-    ("by step", "goals"),
-    ("strata", "both"),
-    ("few", "window"),
-    ("few rows", "stack"),
-    ("distinct", "whole"),
-    ("passes", "n-step"),
-]
-
-
-def check_ranks(episodes: Episodes, per: str, selection: Any, options: dict[str, Any]) -> None:
-    full = isinstance(selection, Epochs)
-    with episodes.stores(1, full=full, priority_per=per) as (store,):
-        expected = alone(store, selection, B, 2, **options)
-        shared, _ = over_ranks([store], selection, B, 2, ranks=3, **options)
-        assert all(map(same, shared, expected)), "three ranks of one shard"
-    for ranks in RANKS:
-        with episodes.stores(ranks, full=full, priority_per=per) as stores:
-            batches, _ = over_ranks(stores, selection, B, 2, **options)
-        assert all(map(same, batches, expected)), f"{ranks} ranks"
-
-
-@pytest.mark.parametrize(("strategy", "view"), SHORT)
-def test_any_number_of_ranks_draws_what_one_process_draws(strategy: str, view: str) -> None:
-    check_ranks(Episodes(60), *STRATEGIES[strategy], VIEWS[view])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_and_view_over_ranks(strategy: str, view: str) -> None:
-    check_ranks(Episodes(60, seed=1, least=4 if strategy == "oldest" else 1), *STRATEGIES[strategy], VIEWS[view])
 
 
 def check_against_the_slow_loop(episodes: Episodes, n: int, ranks: int, *, by_priority: bool, need: int) -> None:
@@ -200,20 +167,6 @@ def test_stale_keys_of_steps_are_counted_and_others_refused() -> None:
                     replay.update_priorities(keys.of_steps(np.zeros(2, int)), np.ones(2))
 
         run_ranks(1, of_rows)
-
-
-@pytest.mark.parametrize("per", ["row", "step"])
-def test_mixtures_over_ranks_draw_what_one_process_draws(per: str) -> None:
-    one, other = Episodes(40, seed=1), Episodes(50, seed=2)
-    of_each = [Prioritized(beta=0.5), Prioritized(beta=0.5)] if per == "step" else [Uniform(over="steps"), Uniform()]
-    mixture = Mixture([0.7, 0.3], of_each, seed=3)
-    options = VIEWS["stacked goals"]
-    with one.stores(1, priority_per=per) as (a,), other.stores(1, priority_per=per) as (b,):
-        expected = alone([a, b], mixture, B, **options)
-    for ranks in RANKS:
-        with one.stores(ranks, priority_per=per) as a, other.stores(ranks, part=7, priority_per=per) as b:
-            batches, _ = over_ranks([list(pair) for pair in zip(a, b, strict=True)], mixture, B, **options)
-        assert all(map(same, batches, expected)), ranks
 
 
 def record_and_sample(store: gt.Store | None, sample: Any, turn: Any) -> list[Any]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 import numpy as np
 import pytest
-from recorded_shards import alone, over_ranks, same
 from replay_calls import replay_of
 from scipy import stats
 from test_shared_rows import GAMMA, by_observation, check_batch, make_store, record
@@ -249,53 +247,6 @@ def test_few_steps_that_can_be_drawn_are_drawn_alike():
     with store, gt.Replay(store, Uniform(over="steps"), 4, window=gt.Windows(2, whole=True)) as replay:
         with pytest.raises(EmptyStoreError):
             replay.sample()
-
-
-@pytest.mark.parametrize(
-    ("selection", "options"),
-    [
-        (Uniform(seed=4, over="steps"), {"window": gt.Windows(3, whole=True)}),
-        (Uniform(seed=4, over="steps"), {"window": gt.Windows(3, anchor="first", whole=True)}),
-        (Uniform(seed=5, over="steps"), {"window": 3}),
-        (Uniform(seed=6, over="steps"), {"view": gt.Transitions(obs=["t"])}),
-        (Uniform(seed=7, over="steps"), {}),
-        (Uniform(seed=8, over="steps"), {"window": gt.Windows(4, at="episode")}),
-        (Epochs(seed=4, over="steps"), {"window": gt.Windows(3, whole=True)}),
-        (Epochs(seed=5, over="steps"), {}),
-    ],
-)
-@pytest.mark.parametrize("few", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_ranks_draw_what_one_process_draws(selection, options, few):
-    lengths = np.where(np.arange(24) % 8, 2, 5) if few else np.random.default_rng(0).integers(2, MAX + 1, 24)
-    store, _, marks = marked_store(24, seed=9, lengths=lengths)
-    with store:
-        expected = alone(store, selection, B, 3, **options)
-        values = {name: store.column(name)[store.keys().row] for name in store.fields}
-    for bounds in ([0, 24], [0, 5, 24], [0, 9, 10, 24]):
-        stores = []
-        try:
-            for first, last in itertools.pairwise(bounds):
-                made = gt.Store.create(store.fields, max_length=MAX, capacity=last - first + 1)
-                stores.append(made)
-                made.native.advance_sequence(first + 1)
-                some = {name: array[first:last] for name, array in values.items()}
-                made.insert(some, lengths=lengths[first:last])
-            batches, figures = over_ranks(stores, selection, B, 3, **options)
-            if isinstance(selection, Epochs):  # whose order is one of places, which capacities shift
-                whole = "window" not in options
-                seen = [each for batch in batches for each in batch["t"][:, 0 if whole else -1].tolist()]
-                known = (
-                    known_episodes(lengths, marks, MAX)[0] if whole else windows_of(lengths, marks, options["window"])
-                )
-                passes = [seen[at : at + len(known)] for at in range(0, len(seen), len(known))]
-                assert sorted(passes[0]) == sorted(known)
-                assert all(len(set(each)) == len(each) and set(each) <= set(known) for each in passes)
-            else:
-                assert all(map(same, batches, expected)), f"{len(stores)} ranks"
-            assert sum(each["redrawn"] for each in figures) == 0
-        finally:
-            for made in stores:
-                made.close()
 
 
 def test_what_is_not_clear_is_refused():

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from replay_calls import replay_of
 from scipy import stats
-from window_reference import MAX, anchors_of, check_batch, make_store, middle, steps_of
+from window_reference import CASES, MAX, anchors_of, check_batch, make_store, middle, steps_of
 
 import geartrain as gt
 import geartrain._native as _native
 from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
-from geartrain.selection import Epochs, Fifo, GroupSampling, Lifo, Limits, Prioritized, TopK, Uniform
+from geartrain.selection import Epochs, Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
 from geartrain.store.recorder import recorded_fields
 
 EXAMPLES = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -368,3 +368,24 @@ def test_whole_windows_of_a_strategy_that_selects_by_itself_are_refused():
             gt.Replay(store, Longest(seed=0), 4, window=gt.Windows(3, whole=True))
         with gt.Replay(store, Longest(seed=0), 4, window=gt.Windows(3), output="numpy") as replay:
             assert len(replay.sample()) == 4
+
+
+def test_mixtures_have_windows_of_each_of_their_stores():
+    with make_store([3, 8, 12]) as one, make_store([1, 2, 5, 9]) as other:
+        mixture = Mixture([0.5, 0.5], [Uniform(seed=0), Prioritized(seed=1)])
+        for windows in CASES:
+            with gt.Replay([one, other], mixture, 12, window=windows, output="numpy") as replay:
+                for batch in itertools.islice(replay, 3):
+                    for number, lengths in enumerate(([3, 8, 12], [1, 2, 5, 9])):
+                        here = np.flatnonzero(batch.keys.shard == number)
+                        assert len(here) == 6
+                        plain = windows if windows.function is None else gt.Windows(4)
+                        part = gt.Batch(
+                            {name: batch[name][here] for name in batch},
+                            batch.keys[here],
+                            batch.mask[here],
+                            batch.start[here],
+                            batch.length[here],
+                            batch.version[here],
+                        )
+                        check_batch(part, lengths, plain, "left")

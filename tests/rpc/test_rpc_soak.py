@@ -158,7 +158,7 @@ def soak(hub: Hub, seconds: float) -> None:
     assert hub.answered > number  # of three a step
     assert hub.kills > 0 and hub.stops > 0
     assert set(hub.lost) <= set(NAMES) and len(hub.lost) > 0
-    assert all(hub.last[who] > 10 for who in list(hub.last)[:3])
+    assert all(hub.last[who] > 5 for who in list(hub.last)[:3])
     assert late["fds"] <= early["fds"] + 12, (early, late)
     assert late["memfds"] <= early["memfds"] + 6, (early, late)
     assert late["threads"] <= early["threads"] + 12, (early, late)
@@ -167,7 +167,7 @@ def soak(hub: Hub, seconds: float) -> None:
 
 
 def test_peers_may_die_stop_and_come_back_and_nothing_is_wrong_or_leaks(hub: Hub) -> None:
-    soak(hub, 8.0)
+    soak(hub, 4.0)
 
 
 @pytest.mark.long

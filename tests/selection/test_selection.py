@@ -52,13 +52,6 @@ def chi_square_p(counts: np.ndarray, expected: np.ndarray) -> float:
     return float(chi2.sf(statistic, int(some.sum()) - 1))
 
 
-def counts_of(strategy, candidates: Candidates, rows: int, draws: int, per_call: int = 1_000_000) -> np.ndarray:
-    counts = np.zeros(rows, np.int64)
-    for step in range(draws // per_call):
-        counts += np.bincount(strategy.select(candidates, per_call, step).rows, minlength=rows)
-    return counts
-
-
 # --- exactly --------------------------------------------------------------------------------------------------
 
 
@@ -153,60 +146,6 @@ def test_a_draw_depends_on_seed_step_number_and_attempt_and_on_nothing_else():
 
 
 # --- in proportion ----------------------------------------------------------------------------------------------
-
-DRAWS = 8_000_000
-ROWS = 1000
-
-
-def _priorities(kind: str, rows: int) -> np.ndarray:
-    random = np.random.default_rng(11)
-    if kind == "equal":
-        return np.full(rows, 4096, np.uint32)
-    if kind == "mixed":
-        return random.integers(1, 10_000, rows, dtype=np.uint32)
-    if kind == "half of them zero":
-        return random.integers(1, 10_000, rows, dtype=np.uint32) * (np.arange(rows) % 2).astype(np.uint32)
-    return (2.0 ** random.uniform(0, 31, rows)).astype(np.uint32)  # over nine orders of magnitude
-
-
-@pytest.mark.parametrize("kind", ["equal", "mixed", "half of them zero", "extreme"])
-@pytest.mark.parametrize("rows", [ROWS, 1021])
-def test_weighted_draws_come_in_proportion_to_the_priorities(kind, rows):
-    priorities = _priorities(kind, rows)
-    counts = counts_of(Prioritized(seed=1), Candidates(priorities), rows, DRAWS)
-    share = priorities / priorities.sum(dtype=np.uint64)
-    assert not counts[priorities == 0].any()
-    if kind == "extreme":  # rows too light to be expected five times stand together, or the statistic has no meaning
-        light = share * DRAWS < 5
-        counts = np.append(counts[~light], counts[light].sum())
-        share = np.append(share[~light], share[light].sum())
-    assert chi_square_p(counts, share * DRAWS) > 1e-4
-
-
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 65, ROWS])
-def test_uniform_draws_come_equally_often(rows):
-    counts = counts_of(Uniform(seed=2), Candidates(np.full(rows, 9, np.uint32)), rows, DRAWS // 2)
-    if rows == 1:
-        assert counts.tolist() == [DRAWS // 2]
-    else:
-        assert chi_square_p(counts, np.full(rows, DRAWS / 2 / rows)) > 1e-4
-
-
-def test_the_same_statistic_catches_a_bias_of_one_per_cent():
-    truth = np.full(ROWS, 10_000, np.uint32)
-    biased = truth + np.where(np.arange(ROWS) % 2, 100, -100).astype(np.int64).astype(np.uint32)
-    counts = counts_of(Prioritized(seed=1), Candidates(biased), ROWS, DRAWS)
-    assert chi_square_p(counts, np.full(ROWS, DRAWS / ROWS)) < 1e-12
-
-
-def test_uniform_draws_from_a_store_skip_the_holes_and_favour_nobody(name):
-    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=ROWS) as store:
-        keys = store.insert({"x": np.arange(ROWS)}, priorities=0)
-        gone = np.random.default_rng(4).random(ROWS) < 0.6
-        store.delete(keys[gone])
-        counts = counts_of(Uniform(seed=3), Candidates.of_store(store.native, store.column), ROWS, 4_000_000)
-        assert not counts[keys.row[gone]].any()
-        assert chi_square_p(counts[keys.row[~gone]], np.full((~gone).sum(), 4_000_000 / (~gone).sum())) > 1e-4
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 160])

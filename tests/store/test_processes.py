@@ -174,7 +174,9 @@ def _kill_at_random(name: str, fork, rounds: int, seed: int, **options) -> None:
         assert store.stats()["reclaimed"] > rounds // 2, "hardly a kill hit anything: this test would notice nothing"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ("plain", "sampled once"))) for kind in KINDS]
+)
 def test_processes_killed_at_random_instants_lose_no_block_and_no_committed_row(kind, name, fork):
     _kill_at_random(name, fork, 14, seed=list(KINDS).index(kind) * 1000, **KINDS[kind])
 

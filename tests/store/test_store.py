@@ -75,27 +75,6 @@ def test_a_row_is_committed_once(name):
             rows[0]
 
 
-def test_rows_committed_together_are_all_or_nothing(name):
-    with gt.Store.create(name, X, capacity=4) as store:
-        rows = store.rows(3, zeros=["x"])
-        rows.lengths, rows.priorities = 1, [1, float("nan"), 1]
-        with pytest.raises(SchemaError, match="priority 1 of 3 is nan"):
-            rows.commit()
-        assert len(store) == 0
-        assert store.stats()["free"] == 4
-
-
-def test_a_short_insert_in_a_used_block_shows_nothing_of_the_row_before(name):
-    with gt.Store.create(name, TIMED, max_length=6, capacity=1) as store:
-        full = {"obs": np.ones((1, 6, 2), np.float32), "act": np.ones((1, 6), np.int8), "task": np.array([1])}
-        store.insert(full)
-        store.insert({field: value[:, :2] if value.ndim > 1 else value for field, value in full.items()})
-        batch = gt.fetch(store, store.keys(), output="numpy")
-        assert batch["obs"].sum() == 4
-        assert batch["act"].sum() == 2
-        assert batch.length.tolist() == [2]
-
-
 def test_an_insert_of_more_rows_than_there_is_room_for_keeps_the_last_ones(name):
     with gt.Store.create(name, X, capacity=10) as store:
         keys = put(store, *range(5000))
@@ -164,39 +143,6 @@ def test_strided_read_only_and_gradient_carrying_sources_are_copied_as_they_look
 
 
 # --- limits ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("remover", "kept"), [("fifo", [4, 5, 6, 7]), ("lifo", [0, 1, 2, 7]), ("lowest_priority", [0, 2, 4, 7])]
-)
-def test_a_full_store_makes_room_as_its_remover_says(name, remover, kept):
-    with gt.Store.create(name, X, capacity=4, remover=remover) as store:
-        for value, priority in enumerate([5, 1, 6, 2, 7, 3, 0, 4]):
-            put(store, value, priorities=priority)
-            assert store.audit() == []
-        assert xs(store) == kept
-
-
-def test_of_equal_priorities_the_oldest_goes_and_updates_count(name):
-    with gt.Store.create(name, X, capacity=3, remover="lowest_priority") as store:
-        keys = put(store, 0, 1, 2)
-        put(store, 3)
-        assert xs(store) == [1, 2, 3]
-        store.update_priorities(keys[2], 0.5)
-        put(store, 4)
-        assert xs(store) == [1, 3, 4]
-
-
-def test_at_most_max_rows_are_kept_and_the_rest_is_headroom(name):
-    with gt.Store.create(name, X, capacity=6, max_rows=4) as store:
-        put(store, *range(10))
-        assert xs(store) == [6, 7, 8, 9]
-        held = store.rows(2, zeros=["x"])
-        held.lengths = 1
-        assert len(store) == 4  # written rows evict nobody while there is headroom
-        held.commit()
-        assert len(store) == 4
-        assert store.audit() == []
 
 
 def test_rows_expire_by_age_when_rows_are_inserted_or_drawn(name):
@@ -293,16 +239,3 @@ def test_a_key_given_twice_gets_the_last_of_its_priorities(name):
             store.update_priorities(key + key + key, [1, 2, 3])
             assert store.status(key)["priority"].tolist() == [3]
             assert store.native.total_priority() == 3 << 16
-
-
-def test_keys_come_oldest_first(name):
-    with gt.Store.create(name, X, capacity=50) as store:
-        random = np.random.default_rng(1)
-        for value in range(200):
-            put(store, value)
-            if random.random() < 0.4:
-                store.delete(store.keys()[int(random.integers(len(store)))])
-        values = xs(store)
-        assert values == sorted(values)
-        sequence = store.status()["sequence"]
-        assert (np.diff(sequence.astype(np.int64)) > 0).all()

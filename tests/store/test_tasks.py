@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import os
 import pickle
 import threading
 import time
@@ -173,42 +172,6 @@ def test_inserts_are_counted_by_the_limiter_and_given_back_where_they_fail() -> 
 # --- claims -------------------------------------------------------------------------------------------------------
 
 
-def test_every_task_of_every_row_is_done_once_and_the_row_is_committed(store: gt.Store) -> None:
-    grpo.insert(store, range(20))
-    store.finish()
-    for task in ("answer", "reward", "ref", "advantage"):
-        assert len(store) == 0
-        for claim in store.claims(task, 7):
-            assert 1 <= len(claim) <= 7
-            grpo.work(store, task, claim)
-    assert len(store) == 20
-    assert {name: each["done"] for name, each in store.task_stats().items()} == {
-        "answer": 20,
-        "reward": 20,
-        "ref": 20,
-        "advantage": 20,
-        "train": 0,
-    }
-    assert store.task_stats()["train"]["due"] == 20
-
-
-def test_rows_are_claimed_by_one_claimer_oldest_first(store: gt.Store) -> None:
-    grpo.insert(store, range(5))
-    one, other = store.claim("answer", 3), store.claim("answer", 3)
-    assert one["id"].tolist() == [0, 1, 2] and other["id"].tolist() == [3, 4]
-    assert not store.claim("answer") and len(store.claim("answer")) == 0
-    one.release()
-    assert store.claim("answer", 9)["id"].tolist() == [0, 1, 2]
-
-
-def test_rows_that_outlive_others_are_still_claimed_first() -> None:
-    with grpo.new_store(capacity=3) as store:
-        keys = grpo.insert(store, range(3))
-        store.delete(keys[1])
-        grpo.insert(store, [3])  # in its place, behind row 0
-        assert store.claim("answer", 3)["id"].tolist() == [0, 2, 3]
-
-
 def test_max_items_bounds_a_claim_but_never_below_one_row(store: gt.Store) -> None:
     grpo.insert(store, [3, 4, 4, 0])  # prompts of 4, 5, 5 and 1 tokens
     assert len(store.claim("answer", max_items=9)) == 2
@@ -232,55 +195,6 @@ def test_leaving_the_turn_of_a_loop_releases_what_is_left(store: gt.Store) -> No
     with store.claim("answer") as claim:
         assert claim["prompt"].tolist() != []
     assert store.task_stats()["answer"]["due"] == 3
-
-
-def test_a_put_skips_rows_that_are_gone_and_says_which(store: gt.Store) -> None:
-    answered(store, 4)
-    claim = store.claim("reward", 4)
-    rows = list(claim)
-    assert rows[1].drop() and not rows[1].drop()
-    assert store.delete(claim.keys[2]) == 0
-    assert (store.stats()["dropped"], store.stats()["deleted"]) == (1, 1)
-    # Values were not read before: those of the rows that are gone are zeros, and shapes are as they were.
-    assert len(claim["ids"]) == sum(sum(grpo.lengths_of(each)) for each in range(4))
-    assert claim["id"].tolist() == [0, 0, 0, 3]
-    assert np.diff(claim.cu_seqlens).tolist()[:3] == grpo.lengths_of(0)
-    assert len(claim.cu_seqlens) == 4 * grpo.ANSWERS + 1
-    assert rows[0]["ids"].tolist() == grpo.ids_of(0).tolist()
-    with pytest.raises(StaleClaimError, match="not claimed"):
-        rows[1]["ids"]
-    skipped = claim.put(reward=np.arange(4 * grpo.ANSWERS, dtype=np.float32))
-    assert skipped == claim.keys[1:3]
-    after = store.claim("advantage", 4)
-    assert after["reward"].tolist() == [0, 1, 2, 9, 10, 11]
-
-
-def test_one_row_that_is_gone_is_neither_put_nor_appended_to(store: gt.Store) -> None:
-    grpo.insert(store, range(1))
-    claim = store.claim("answer")
-    row = next(iter(claim))
-    claim.release()
-    free = store.stats()["free_span_bytes"]
-    with pytest.raises(StaleClaimError, match="Nothing was written"):
-        row.append(ids=[1], log_prob=[1.0])
-    with pytest.raises(StaleClaimError, match="Nothing was written"):
-        row.put(ids=[1], log_prob=[1.0], length=[1])
-    with pytest.raises(StaleClaimError):
-        row.put()
-    with pytest.raises(StaleClaimError):
-        row.partial  # noqa: B018
-    assert not row.release() and not row.drop()
-    assert store.stats()["free_span_bytes"] == free
-
-
-def test_appends_are_merged_by_item_and_divided(store: gt.Store) -> None:
-    grpo.insert(store, range(2))
-    for row, number in zip(store.claim("answer", 2), range(2), strict=True):
-        grpo.append(row, number)
-        row.put()
-    claim = store.claim("ref", 2)
-    assert claim["ids"].tolist() == [*grpo.ids_of(0), *grpo.ids_of(1)]
-    assert claim["length"].tolist() == grpo.lengths_of(0) + grpo.lengths_of(1)
 
 
 def test_partial_answers_of_a_release_are_gone_on_with(store: gt.Store) -> None:
@@ -413,26 +327,6 @@ def test_a_field_may_have_the_name_of_a_keyword() -> None:
 # --- rewrites, deletions ------------------------------------------------------------------------------------------
 
 
-def test_a_rewritable_task_is_rewritten_by_key(store: gt.Store) -> None:
-    keys = grpo.insert(store, range(1))
-    assert store.put(keys, "reward", {"reward": [np.zeros(9, np.float32)]}) == keys  # it is not even answered
-    assert store.delete(keys) == 0
-    answered(store, 3)
-    claim = store.claim("reward", 3)
-    keys = claim.keys
-    assert store.put(keys, "reward", {"reward": np.zeros(9, np.float32)}) == keys  # it is claimed, not done
-    grpo.work(store, "reward", claim)
-    assert len(store.put(keys, "reward", {"reward": np.arange(9, dtype=np.float32)})) == 0
-    with pytest.raises(SchemaError, match="has 2 answers in row 0 of 3, the row has 3"):
-        store.put(keys, "reward", {"reward": [np.zeros(2, np.float32)] * 3})
-    assert store.delete(keys[1]) == 0
-    with pytest.raises(SchemaError, match="1 of 3 rows are gone or"):
-        store.put(keys, "reward", {"reward": np.zeros(9, np.float32)})
-    new = [np.full(3, number, np.float32) for number in range(3)]
-    assert store.put(keys, "reward", {"reward": new}) == keys[1]
-    assert store.claim("advantage", 3)["reward"].tolist() == [0, 0, 0, 2, 2, 2]
-
-
 # --- waits --------------------------------------------------------------------------------------------------------
 
 
@@ -560,19 +454,6 @@ def test_an_insert_of_several_parts_says_how_many_rows_are_in_the_store(name):
         with pytest.raises(WaitTimeoutError, match=r"The first 4 of 6 rows are in the store"):
             store.insert({"x": [[1]] * 6}, timeout_s=0.05)
         assert len(store) == 4
-
-
-def test_a_dead_claimers_rows_come_back_also_while_others_are_due(name, tmp_path):
-    with grpo.new_store(name) as store:
-        grpo.insert(store, range(3))
-        child = os.fork()
-        if child == 0:
-            store.claim("answer", 2, output="numpy")
-            os._exit(0)
-        os.waitpid(child, 0)
-        time.sleep(0.2)  # the dead are looked for ten times a second
-        with store.claim("answer", 3, output="numpy") as claim:
-            assert [int(row["id"]) for row in claim] == [0, 1, 2]
 
 
 def test_a_put_of_a_field_that_the_task_does_not_have_names_those_that_it_has(name):

@@ -18,32 +18,39 @@ from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 STEPS = 12
 STEP_STREAM = 3
-FIELDS = recorded_fields(
-    {
-        "obs.state": gt.Field((3,), "float32"),
-        "action": gt.Field((), "int64"),
-        "reward": gt.Field((), "float32"),
-        "obs.achieved_goal": gt.Field((2,), "float32"),
-        "obs.desired_goal": gt.Field((2,), "float32"),
-    }
-)
+_GIVEN = {
+    "obs.state": gt.Field((3,), "float32"),
+    "action": gt.Field((), "int64"),
+    "reward": gt.Field((), "float32"),
+    "obs.achieved_goal": gt.Field((2,), "float32"),
+    "obs.desired_goal": gt.Field((2,), "float32"),
+}
+FIELDS = recorded_fields(_GIVEN)
+SHARED = recorded_fields(_GIVEN, share_rows=True)
 METADATA = ("mask", "start", "length", "version", "probability", "importance_weights")
 
 
 class Episodes:
-    """n episodes of random lengths and numbers, whose steps' priorities are over three orders of magnitude."""
+    """n episodes of random lengths and numbers, whose steps' priorities are over three orders of magnitude.
 
-    def __init__(self, n: int, seed: int = 0, least: int = 1) -> None:
+    With `marks`, the chance of a step to be an episode's last one, rows hold several episodes.
+    """
+
+    def __init__(self, n: int, seed: int = 0, least: int = 1, marks: float = 0.0) -> None:
         rng = np.random.default_rng(seed)
         self.n = n
         self.lengths = rng.integers(least, STEPS + 1, n)
         self.arrays: dict[str, NDArray[Any]] = {}
-        for name, field in FIELDS.items():
-            shape = (n, STEPS, *field.shape)
+        self.fields = SHARED if marks else FIELDS
+        for name, field in self.fields.items():
+            shape = (n, *field.shape) if field.per_row else (n, STEPS, *field.shape)
             self.arrays[name] = (rng.random(shape) < 0.1) if field.dtype == "bool" else rng.normal(size=shape) * 100
             self.arrays[name] = self.arrays[name].astype(field.dtype)
         self.arrays["action"] = np.arange(n)[:, None] * STEPS + np.arange(STEPS)
         self.priorities = np.exp(rng.uniform(-3, 4, (n, STEPS)))
+        if marks:
+            self.arrays["last"] = rng.random((n, STEPS)) < marks
+            self.priorities *= ~self.arrays["last"]
 
     def insert(self, store: gt.Store, first: int, last: int) -> None:
         """Puts some of them into a store; the version of a row is the episode's number."""
@@ -74,7 +81,7 @@ class Episodes:
             made = []
             for first, last in itertools.pairwise([0, *inner, self.n]):
                 capacity = last - first if full else self.n + 1
-                store = gt.Store.create(FIELDS, max_length=STEPS, capacity=capacity, **options)
+                store = gt.Store.create(self.fields, max_length=STEPS, capacity=capacity, **options)
                 made.append(stack.enter_context(store))
                 self.insert(made[-1], first, last)
             yield made
@@ -106,7 +113,13 @@ def joined(parts: list[gt.Batch]) -> dict[str, NDArray[Any]]:
 
 
 def over_ranks(
-    stores: list[Any], selection: Any, n: int, batches: int = 3, ranks: int | None = None, **options: Any
+    stores: list[Any],
+    selection: Any,
+    n: int,
+    batches: int = 3,
+    ranks: int | None = None,
+    one_host: bool = False,
+    **options: Any,
 ) -> tuple[list[dict[str, NDArray[Any]]], list[dict[str, float]]]:
     """Global batches and every rank's figures; rank r has store (or list of stores) r % len(stores)."""
 
@@ -115,7 +128,7 @@ def over_ranks(
         with replay_of(stores[rank.rank % len(stores)], selection, n, **settings) as replay:
             return [replay.sample() for _ in range(batches)], replay.stats()
 
-    results = run_ranks(ranks or len(stores), body)
+    results = run_ranks(ThreadRankGroup.make(ranks or len(stores), one_host=one_host), body)
     return [joined([made[step] for made, _ in results]) for step in range(batches)], [each[1] for each in results]
 
 

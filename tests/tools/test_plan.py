@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import geartrain.tools.plan.machine as machine
 from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.assignment import Replica, assign
-from geartrain.replay.distributed.messages import rank_status
 from geartrain.tools.plan import Cluster, Constants, check, measure, moved_rows, predict, surplus_rows
 from geartrain.tools.plan.machine import DEFAULTS, read_constants
-from geartrain.tools.plan.replay import Checked
-from geartrain.tools.plan.report import GEAR_GB_PER_S, deviation, known_clusters, show_checked
 
 FOUR = Cluster(hosts=4, gpus=1, rows=4000, batch=256, row_bytes=102_400, link_gbit=0.2)
 
@@ -74,10 +69,6 @@ def test_the_bytes_are_those_that_the_real_assignment_moves(
     assert busiest == pytest.approx(real_busiest, rel=0.06)
 
 
-def test_one_host_moves_nothing() -> None:
-    assert moved_rows(replace(FOUR, hosts=1, batch=64), "local_first") == (0.0, 0.0)
-
-
 # --- times ------------------------------------------------------------------------------------------------------
 
 
@@ -93,44 +84,6 @@ def test_four_hosts_behind_200_mbit_train_as_fast_as_one_only_if_little_moves() 
     assert together["ordered"].bound_by == together["central"].bound_by == "network"
     # 192 rows of 102,400 bytes through 200 Mbit/s less headers: 0.83 s.
     assert together["central"].exchange_ms == pytest.approx(1e3 * 192 * 102_400 * 8 / (0.95 * 200e6), rel=0.01)
-
-
-def test_what_is_slowed_down_slows_the_prediction_down() -> None:
-    base = predict(FOUR, "local_first", DEFAULTS)
-    assert predict(replace(FOUR, rows=4e9), "local_first", DEFAULTS).choose_ms > base.choose_ms
-    assert predict(replace(FOUR, link_gbit=0.1), "local_first", DEFAULTS).exchange_ms > 1.9 * base.exchange_ms
-    assert predict(FOUR, "local_first", replace(DEFAULTS, host_copy_gb_per_s=1.0)).fetch_ms > base.fetch_ms
-    assert predict(FOUR, "local_first", replace(DEFAULTS, round_us=5000.0)).gather_ms == pytest.approx(5.0)
-    many = predict(replace(FOUR, hosts=64, batch=1024), "local_first", replace(DEFAULTS, round_us=5000.0))
-    assert many.gather_ms == pytest.approx(10.0)
-    fast_link = predict(replace(FOUR, link_gbit=1000), "central", DEFAULTS)
-    assert fast_link.bound_by == "transport", "a link that is faster than what fills it"
-
-
-def test_a_machine_that_is_busy_with_other_work_predicts_the_same_assignment(monkeypatch: pytest.MonkeyPatch) -> None:
-    def waits_for_a_core(*arguments: Any) -> Any:
-        time.sleep(0.05)
-        return assign(*arguments)
-
-    monkeypatch.setattr("geartrain.tools.plan.replay.assign", waits_for_a_core)
-    found = predict(Cluster(hosts=3, gpus=2, rows=9000, batch=96, row_bytes=1000, link_gbit=1), "local_first", DEFAULTS)
-    assert 0 < found.assign_ms < 25
-
-
-def test_descents_take_longer_in_larger_shards() -> None:
-    times = [DEFAULTS.descent_at_ns(10**k) for k in range(3, 11)]
-    assert all(time > 0 for time in times) and times == sorted(times)
-    known = sorted(DEFAULTS.descent_ns)[1]
-    assert DEFAULTS.descent_at_ns(known) == pytest.approx(DEFAULTS.descent_ns[known])
-
-
-def test_the_known_clusters_are_gears_and_one_of_1024_gpus() -> None:
-    asked = known_clusters()
-    assert [one.cluster.ranks for one in asked] == [8, 16, 24, 1024]
-    assert [f"{gb}" in one.note for one, gb in zip(asked, GEAR_GB_PER_S.values(), strict=False)] == [True] * 3
-    for one in asked:
-        found = predict(one.cluster, "local_first", one.constants)
-        assert found.gb_per_s_rank > 0 and found.status_bytes == rank_status(1).itemsize * (one.cluster.ranks - 1)
 
 
 @pytest.mark.parametrize("asked", [[], ["--hosts", "2", "--cores", "64"]], ids=["known-clusters", "cores"])
@@ -215,23 +168,6 @@ def test_a_prediction_is_held_against_what_was_measured() -> None:
     assert check(measured(strategy="top-k")) == [], "no model, no check"
     with pytest.raises(ArgumentError, match="not a result of `geartrain bench ranks"):
         check({"bench": "store"})
-
-
-def test_how_far_predictions_are_off_is_told_whichever_way(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [deviation(ratio) for ratio in (1.0, 1.25, 0.8, 0.0)] == pytest.approx([0.0, 0.25, 0.25, math.inf])
-    cases = [Checked(f"case {i}", "samples", "1/s", 100.0, 100.0 / ratio) for i, ratio in enumerate((0.5, 1.1, 1.25))]
-    assert show_checked(cases)
-    assert "half of them within 25 %" in " ".join(capsys.readouterr().out.split())
-
-
-def test_all_cores_copy_no_less_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine two threads wait for each other, and a batch of one rank was predicted at half its rate."""
-    monkeypatch.setattr(machine, "_measure_copy", lambda: (14.4, 19.0))
-    monkeypatch.setattr(machine, "_measure_host_copy", lambda cores: 6.9)
-    monkeypatch.setattr(machine, "_measure_rounds", lambda: (40.0, 1.0))
-    assert measure().host_copy_gb_per_s == 14.4
-    monkeypatch.setattr(machine, "_measure_host_copy", lambda cores: 20.0)
-    assert measure().host_copy_gb_per_s == 20.0
 
 
 def test_constants_survive_a_file_and_foreign_ones_are_refused(tmp_path: Path) -> None:

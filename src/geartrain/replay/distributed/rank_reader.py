@@ -15,7 +15,7 @@ meanwhile, and the mapping stays readable. The rank that leads a shard counts th
 it.
 
 If `update_lag` exceeds `prefetch`, a rank may apply updates to its shard before other ranks have drawn. Then only the
-rank that leads a shard reads it, and sends the others their rows.
+rank that leads a shard reads it, and sends the others their rows. The same holds if a function places the windows.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def open_near(samplers: Sequence[StoreSampler], members: Members, *, by_totals: 
     found: dict[int, Store] = {}
     with contextlib.ExitStack() as opened:  # closes what is open where this fails
         opened.callback(_close_all, found)
-        if by_totals and not lagged:
+        # A function that places windows is asked about rows of this rank's own store.
+        if by_totals and not lagged and not any(sampler.placed for sampler in samplers):
             for number, store in enumerate(mine):
                 _open_near(found, store, members, number, [each[number] for each in paths])
         # What one rank has open all others know, since they do not send it those rows.
