@@ -32,13 +32,19 @@ from geartrain.core.schema import Field
 from geartrain.core.shared_files import naming_errors
 from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import GeartrainError, JournalError, SchemaError, StoreClosedError
-from geartrain.store.checkpoint_format import CURRENT_NAMES, renamed
 from geartrain.store.checkpoint_reader import Checkpoint, restore
-from geartrain.store.journal_directory import Disk, JournalContents, JournalDirectory, is_journal, make_journal
+from geartrain.store.journal_directory import (
+    Disk,
+    JournalContents,
+    JournalDirectory,
+    is_journal,
+    is_journal_of,
+    make_journal,
+)
 from geartrain.store.journal_format import Frame, block_shapes
 from geartrain.store.journal_writer import JournalWriter, PartsWriter
 from geartrain.store.saved_parts import FREE, ROW, as_bytes
-from geartrain.store.segment import JournalFull, stored_plan
+from geartrain.store.segment import JournalFull
 
 CHECK_S = 0.25
 #: How often priorities and counts of samples that have changed are written.
@@ -309,6 +315,10 @@ class JournalOptions:
         self.path = Path(os.path.realpath(check_path("journal", path)))
         self._sync_s, self._full, self._disk = sync_s, full, disk
 
+    def is_of(self, native: _native.Store) -> bool:
+        """Whether a store has its rows from, or in, this journal."""
+        return is_journal_of(self.path, native)
+
     def attach(
         self,
         native: _native.Store,
@@ -326,15 +336,10 @@ class JournalOptions:
 
         Returns a function that starts this process's thread.
         """
-        if checkpoint is not None and checkpoint.id is None:
-            raise JournalError(
-                f"{checkpoint.directory} has format version 1, which a journal cannot begin with: load and save it "
-                "first"
-            )
         intact = "What is in the journal stays as it is: make room and make the same call again"
         with naming_errors("cannot write the journal", self.path, JournalError, if_full=intact):
             origin = None if checkpoint is None else checkpoint.id
-            directory = make_journal(self.path, fields, max_length, options, self._disk, origin, stored_plan(native))
+            directory = make_journal(self.path, native, options, self._disk, origin)
             if not directory.lock():
                 raise JournalError(
                     f"the journal {self.path} is in use by another store: join that one with Store.open, or close "
@@ -381,7 +386,6 @@ class JournalOptions:
                     f"the journal {self.path} lacks rows of the checkpoint {checkpoint.directory}: restore the "
                     "journal with Store.create, or continue from the checkpoint with a new journal directory"
                 )
-            assert checkpoint.id is not None
             directory.note_later(checkpoint.id)
         if begun:
             contents = fill(native, directory, repair=True)
@@ -390,7 +394,6 @@ class JournalOptions:
             writer.note_step_priorities()
             return writer
         assert checkpoint is not None
-        assert checkpoint.id is not None
         directory.clear()
         checkpoint.fill(native, progress=progress)
         writer = _writer_of(native, fields, max_length, directory, directory.contents())
@@ -516,7 +519,7 @@ def _fill_parts(native: _native.Store, directory: JournalDirectory, *, repair: b
     counters: dict[str, int] = {}
     if contents.state is not None:
         native.restore_task_state(contents.state["tasks"])
-        counters = renamed(contents.state["counters"], CURRENT_NAMES)
+        counters = contents.state["counters"]
     native.restore_max_priority(contents.max_priority)
     # Rows have consecutive numbers: whoever inserts rows continues behind the last one that is there.
     native.set_counters({**counters, "inserted": contents.next_sequence - 1})
