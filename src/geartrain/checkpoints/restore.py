@@ -22,8 +22,16 @@ from geartrain.core.keys import Keys
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, CheckpointError, FieldError, StoreMissingError
 from geartrain.store.checkpoint_format import ROW_RECORD, json_checksum, put_json
-from geartrain.store.checkpoint_reader import Checkpoint, load_rows, put_blocks, restore
-from geartrain.store.saved_parts import COMMITTED, TAKEN, TASK_COUNTERS, TASK_FIGURES, UNDER_WAY, changed_parts
+from geartrain.store.checkpoint_reader import Checkpoint, put_blocks, restore
+from geartrain.store.saved_parts import (
+    COMMITTED,
+    TAKEN,
+    TASK_COUNTERS,
+    TASK_FIGURES,
+    UNDER_WAY,
+    changed_parts,
+    load_rows,
+)
 from geartrain.store.segment import creation_options
 from geartrain.store.store import Store
 
@@ -408,7 +416,7 @@ class _ReshardedShard(SavedShard):
                         yield parts[mine], content, bounds
                         bar.advance(len(content), len(content))
 
-            load_rows(store.native, rows, contents(), self._total + 1, self.place)
+            load_rows(store.native, rows, contents(), self._total + 1, self.place, CheckpointError)
         k, n = self._shard
         states = [source.manifest["state"] for source in self._sources]
         store.native.restore_task_state(dealt_state(states, k, n, len(rows)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex, TypeVar
 
@@ -20,7 +20,7 @@ from geartrain.core.arguments import check_path, refuse_copies
 from geartrain.core.progress import Progress
 from geartrain.core.schema import fields_of_stored
 from geartrain.core.tasks import RowPlan
-from geartrain.errors import CheckpointError, SchemaError
+from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_directory import HeldDirectory, SupersededError
 from geartrain.store.checkpoint_format import (
     METADATA,
@@ -30,7 +30,7 @@ from geartrain.store.checkpoint_format import (
     manifest_of,
 )
 from geartrain.store.checkpoint_manifest import plan_of_manifest
-from geartrain.store.saved_parts import COMMITTED, FREE, PART, ROW, TAKEN, UNDER_WAY, as_bytes
+from geartrain.store.saved_parts import COMMITTED, FREE, TAKEN, UNDER_WAY, load_rows
 
 _MOST_TRIES = 20
 
@@ -344,7 +344,7 @@ class Checkpoint:
                     yield parts[mine], content, bounds
                     bar.advance(len(content), len(content))
 
-            load_rows(store, records, contents(), self.next_sequence, self.directory)
+            load_rows(store, records, contents(), self.next_sequence, self.directory / "parts.bin", CheckpointError)
         store.restore_task_state(self._manifest["state"])
 
     def _pieces(self, name: str, about: dict[str, Any], memory: memoryview | None = None) -> Iterator[memoryview]:
@@ -395,39 +395,6 @@ def put_blocks(column: NDArray[Any], rows: NDArray[Any], blocks: NDArray[np.uint
     column[rows] = blocks.reshape(-1).view(column.dtype).reshape(-1, *column.shape[1:])
 
 
-def load_rows(
-    store: _native.Store,
-    rows: NDArray[Any],
-    contents: Iterable[tuple[NDArray[Any], NDArray[np.uint8], NDArray[np.uint64]]],
-    next_sequence: int,
-    directory: Path,
-) -> None:
-    """Fills a new store with axes, strings or tasks.
-
-    Args:
-        rows: (n,) of ROW_RECORD: those that are there in the order of their sequences, and free ones.
-        contents: parts (m,) of PART_RECORD, their bytes one behind the other, and the bounds (m + 1,) of each.
-        directory: of the checkpoint, for errors.
-
-    Raises:
-        CheckpointError: the tables contradict themselves.
-        NoSpaceError: the spans are too few.
-    """
-    try:
-        store.begin_load()
-        for saved, content, bounds in contents:
-            parts = np.zeros(len(saved), PART)
-            for name in set(PART.names or ()) - {"span"}:
-                parts[name] = saved[name]
-            store.load_parts(as_bytes(parts), content, bounds)
-        saved_rows = np.zeros(len(rows), ROW)
-        for name in set(ROW.names or ()) - {"reserved"}:
-            saved_rows[name] = rows[name]
-        store.finish_load(as_bytes(saved_rows), next_sequence)
-    except SchemaError as error:
-        raise CheckpointError(f"{directory / 'parts.bin'} is damaged: {error}") from None
-
-
 def restore(
     store: _native.Store, records: NDArray[Any], next_sequence: int, steps: NDArray[np.uint32] | None = None
 ) -> None:
@@ -436,4 +403,4 @@ def restore(
     store.restore(*columns, next_sequence, steps)  # type: ignore[call-arg, arg-type]
 
 
-__all__ = ["Checkpoint", "load_rows", "put_blocks", "read_newest", "restore"]
+__all__ = ["Checkpoint", "put_blocks", "read_newest", "restore"]

@@ -31,7 +31,7 @@ from geartrain.core.arguments import check_path
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import naming_errors
 from geartrain.core.threads import DaemonThread, ReentrantEvent
-from geartrain.errors import GeartrainError, JournalError, SchemaError, StoreClosedError
+from geartrain.errors import GeartrainError, JournalError, StoreClosedError
 from geartrain.store.checkpoint_reader import Checkpoint, restore
 from geartrain.store.journal_directory import (
     Disk,
@@ -43,7 +43,7 @@ from geartrain.store.journal_directory import (
 )
 from geartrain.store.journal_format import Frame, block_shapes
 from geartrain.store.journal_writer import JournalWriter, PartsWriter
-from geartrain.store.saved_parts import FREE, ROW, as_bytes
+from geartrain.store.saved_parts import load_rows
 from geartrain.store.segment import JournalFull
 
 CHECK_S = 0.25
@@ -440,13 +440,30 @@ def join(native: _native.Store, fields: dict[str, Field], max_length: int) -> Jo
 def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) -> JournalContents:
     """Puts every row of a journal in its place, in a new store of the same schema and capacity.
 
+    What was claimed is due again.
+
     Raises:
         JournalError: damage; names the file and the place.
     """
     if not directory.numbers():
         return directory.contents(repair=repair)
-    if directory.plan is not None:
-        return _fill_parts(native, directory, repair=repair)
+    if directory.plan is None:
+        contents = _fill_blocks(native, directory, repair)
+        counters = {"inserted": contents.rows}
+    else:
+        contents = _fill_parts(native, directory, repair)
+        counters = {}
+        if contents.state is not None:
+            native.restore_task_state(contents.state["tasks"])
+            counters = contents.state["counters"]
+        # Rows have consecutive numbers: whoever inserts rows continues behind the last one that is there.
+        counters = {**counters, "inserted": contents.next_sequence - 1}
+    native.restore_max_priority(contents.max_priority)
+    native.set_counters(counters)
+    return contents
+
+
+def _fill_blocks(native: _native.Store, directory: JournalDirectory, repair: bool) -> JournalContents:
     columns = [native.column(number) for number in range(len(directory.fields))]
     native.allocate(directory.capacity)
     steps = np.zeros((directory.capacity, directory.max_length), np.uint32) if directory.per_step else None
@@ -479,50 +496,19 @@ def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) ->
         steps[rows] = block
 
     contents = directory.contents(on_rows=put, on_steps=put_steps, repair=repair)
-    records = contents.records.copy()
-    living = records["generation"] != 0
-    free = records[~living]
-    # One generation on from a key that was recorded.
-    free["generation"] = (contents.highest[~living] + 1) & ~np.uint32(1)
-    committed = records[living]
-    committed = committed[np.argsort(committed["sequence"], kind="stable")]
-    if len(committed):
-        contents.next_sequence = max(contents.next_sequence, int(committed["sequence"][-1]) + 1)
+    table = contents.table()
     of_steps = None
     if steps is not None:
-        of_steps = steps[committed["row"]][np.arange(directory.max_length) < committed["length"][:, None]]
-    restore(native, np.concatenate([committed, free]), contents.next_sequence, of_steps)
-    native.restore_max_priority(contents.max_priority)
-    native.set_counters({"inserted": len(committed)})
+        there = table[: contents.rows]
+        of_steps = steps[there["row"]][np.arange(directory.max_length) < there["length"][:, None]]
+    restore(native, table, contents.next_sequence, of_steps)
     return contents
 
 
-def _fill_parts(native: _native.Store, directory: JournalDirectory, *, repair: bool) -> JournalContents:
-    """As `fill`, of a store with axes, strings or tasks. What was claimed is due again."""
+def _fill_parts(native: _native.Store, directory: JournalDirectory, repair: bool) -> JournalContents:
     contents = directory.contents(repair=repair)
-    living = contents.records["generation"] != 0
-    rows = contents.records[living]
-    rows = rows[np.argsort(rows["sequence"], kind="stable")]
-    if len(rows):
-        contents.next_sequence = max(contents.next_sequence, int(rows["sequence"][-1]) + 1)
-    known = np.flatnonzero(~living & (contents.highest != 0))
-    free = np.zeros(len(known), ROW)
-    free["row"], free["state"] = known, FREE
-    free["generation"] = (contents.highest[known] + 1) & ~np.uint32(1)  # one on from a key that was recorded
-    try:
-        native.begin_load()
-        for parts, data, offsets in directory.read_parts(contents):
-            native.load_parts(as_bytes(parts), data, offsets)
-        native.finish_load(as_bytes(np.concatenate([rows, free])), contents.next_sequence)
-    except SchemaError as error:
-        raise JournalError(f"{directory.path} is damaged: {error}") from None
-    counters: dict[str, int] = {}
-    if contents.state is not None:
-        native.restore_task_state(contents.state["tasks"])
-        counters = contents.state["counters"]
-    native.restore_max_priority(contents.max_priority)
-    # Rows have consecutive numbers: whoever inserts rows continues behind the last one that is there.
-    native.set_counters({**counters, "inserted": contents.next_sequence - 1})
+    table, parts = contents.table(), directory.read_parts(contents)
+    load_rows(native, table, parts, contents.next_sequence, directory.path, JournalError)
     return contents
 
 

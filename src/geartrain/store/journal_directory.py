@@ -59,7 +59,7 @@ from geartrain.store.journal_format import (
     state_of,
     synced_later,
 )
-from geartrain.store.saved_parts import DONE, NOT_DONE, PART, ROW, TAKEN_BY
+from geartrain.store.saved_parts import DONE, FREE, NOT_DONE, PART, ROW, TAKEN_BY
 from geartrain.store.segment import plan_of_segment, schema_of_segment, stored_schema_of
 
 MANIFEST = "journal.json"
@@ -163,6 +163,20 @@ class JournalContents:
     def rows(self) -> int:
         """Rows it holds."""
         return int(np.count_nonzero(self.records["generation"]))
+
+    def table(self) -> NDArray[Any]:
+        """All rows as a new store takes them: those that are there by their sequence, then free ones.
+
+        `next_sequence` is behind all of them.
+        """
+        living = self.records["generation"] != 0
+        rows, free = self.records[living], self.records[~living]
+        free["generation"] = (self.highest[~living] + 1) & ~np.uint32(1)  # one on from a key that was recorded
+        free["state"] = FREE
+        rows = rows[np.argsort(rows["sequence"], kind="stable")]
+        if len(rows):
+            self.next_sequence = max(self.next_sequence, int(rows["sequence"][-1]) + 1)
+        return np.concatenate([rows, free])
 
 
 class JournalDirectory:
