@@ -7,7 +7,7 @@ import os
 import pytest
 
 import geartrain.checkpoints.job as shards
-import geartrain.store.checkpoint_writer as saving
+import geartrain.store.checkpoint_chunks as saving
 
 
 @pytest.fixture

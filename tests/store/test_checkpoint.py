@@ -6,7 +6,6 @@ import errno
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import struct
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 from mounts import file_system
-from saved_stores import FIELDS, bfloat16, chunks, contents, fill, small_files
+from saved_stores import FIELDS, chunks, contents, fill, small_files
 
 import geartrain as gt
 import geartrain._native as _native
-import geartrain.store.checkpoint_writer as saving
+import geartrain.store.checkpoint_chunks as saving
 from geartrain.errors import ArgumentError, CheckpointError, NoSpaceError, SchemaError
 from geartrain.store.checkpoint_directory import HeldDirectory
 from geartrain.store.checkpoint_format import manifest_of, write_json
@@ -335,38 +334,16 @@ def test_the_bytes_of_a_checkpoint_are_the_documented_ones(store_name: Any, tmp_
     assert (ckpt / chunk).read_bytes() == bytes([1, 0, 2, 0, 3, 0, 4, 0, 1, 0])
     assert (ckpt / "rows.bin").read_bytes() == b"".join(
         [
-            struct.pack("<QQqIIIIIIII", 1, at[0], 7, 0, 1, 65536, 2, 0, 0, 0, 0),
-            struct.pack("<QQqIIIIIIII", 2, at[1], -1, 1, 1, 32768, 2, 0, 0, 1, 0),
+            struct.pack("<QQqIIIIIIII", 1, at[0], 7, 0, 1, 65536, 2, 0, 0, 0, 2),
+            struct.pack("<QQqIIIIIIII", 2, at[1], -1, 1, 1, 32768, 2, 0, 0, 1, 2),
             struct.pack("<QQqIIIIIIII", 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0),
         ]
     )
     manifest = json.loads((ckpt / "manifest.json").read_text())
-    assert manifest["format"] == "geartrain-checkpoint" and manifest["version"] == 2
+    assert manifest["format"] == "geartrain-checkpoint" and manifest["version"] == 6
     assert manifest["fields"][0] == {"name": "x", "shape": [2], "dtype": "uint16", "timed": True}
-    assert manifest["chunks"] == [{"file": chunk, "rows": 2}]
+    assert manifest["chunks"] == [{"file": chunk, "bytes": 10}]
     assert int(manifest["store"]["id"], 16) == store_id
-
-
-def test_a_checkpoint_of_version_1_is_still_read(store_name: Any, tmp_path: Path) -> None:
-    bfloat16()  # a field is of that type
-    golden = tmp_path / "golden"
-    shutil.copytree(Path(__file__).parent / "data" / "checkpoint-v1", golden)
-    with gt.Store.load(golden, store_name()) as store:
-        keys = store.keys()
-        assert keys.row.tolist() == [2, 4, 5, 0] and keys.generation.tolist() == [1, 1, 1, 3]
-        status = store.status()
-        assert status["sequence"].tolist() == [3, 5, 6, 7] and status["version"].tolist() == [7, 9, 2, 3]
-        assert status["priority"].tolist() == [1.0, 4.0, 8.0, 16.0] and status["length"].tolist() == [3, 2, 3, 2]
-        assert set(status["inserted_at_ns"].tolist()) == {1795309235165028206}  # even: it is a content number as well
-        batch = gt.fetch(store, keys, output="numpy")
-        assert batch["x"][:, 0].tolist() == [[12, 13], [24, 25], [30, 31], [36, 37]]
-        assert batch["half"].astype(np.float32).tolist() == [[4, 5], [8, 9], [10, 11], [12, 13]]
-        assert batch["flag"].tolist() == [True, True, False, True]
-        assert store.stats()["inserted"] == 7 and store.options["max_rows"] == 5 and store.audit() == []
-        saved = store.save(golden)  # and replaced, by one of this version
-        assert saved.bytes_linked == 0 and "version 1" in str(saved.not_linked)
-        with gt.Store.load(golden, store_name()) as again:
-            assert contents(again) == contents(store)
 
 
 @pytest.mark.slow

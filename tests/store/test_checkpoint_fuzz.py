@@ -66,7 +66,7 @@ def damage(directory: Path, chance: random.Random) -> None:
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory) -> list[Path]:
-    """A checkpoint of this version, one of two chunks, two of a store with tasks, and one of version 1."""
+    """A checkpoint of this version, one of two chunks, and two of a store with tasks."""
     root = tmp_path_factory.mktemp("checkpoints")
     with gt.Store.create(FIELDS, max_length=3, capacity=8, remover="lowest_priority", max_age_s=1e8) as store:
         store.insert({"x": np.ones((5, 3, 2), "float32"), "id": np.arange(5)})
@@ -80,7 +80,6 @@ def originals(tmp_path_factory) -> list[Path]:
         root / "two",
         root / "tasks",
         root / "tasks",
-        Path(__file__).parent / "data" / "checkpoint-v1",
     ]
 
 
@@ -134,7 +133,7 @@ def test_a_checkpoint_of_any_content_is_an_error_or_a_store(names, originals, tm
         (lambda m: m["files"].update({"../secret": m["files"]["rows.bin"]}), "'../secret', which is not the name"),
         (lambda m: m["files"]["rows.bin"].update(piece_bytes=0), "piece_bytes is 0"),
         (lambda m: m["files"]["rows.bin"].update(bytes=57), "checksums for 57|must have 448 bytes"),
-        (lambda m: m["fields"][0].update(shape=[3, 2**20]), "must have .* bytes for the rows"),
+        (lambda m: m["fields"][0].update(shape=[3, 2**20]), "which are no whole rows of"),
         (lambda m: m["fields"][0].update(dtype="object"), "dtype 'object' cannot be stored"),
         (lambda m: m["chunks"][0].update(file="absent"), "'absent' must have"),
         (lambda m: m.update(fields=[]), "at least one field"),

@@ -232,7 +232,7 @@ def test_what_killed_savers_left_is_removed_by_the_next_and_what_others_write_is
             os.kill(os.getpid(), signal.SIGKILL)
 
         def save_and_die() -> None:
-            saving.write_json = die  # type: ignore[assignment]
+            chunks_of_all.write_json = die  # type: ignore[assignment]
             store.save(tmp_path / "ckpt")
 
         os.waitpid(fork(save_and_die), 0)

@@ -21,7 +21,7 @@ import pytest
 from deadlines import patience
 
 import geartrain as gt
-import geartrain.store.checkpoint_writer as saving
+import geartrain.store.checkpoint_chunks as saving
 from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_reader import Checkpoint
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import tagged
 from segments import Fork, wait_for
 
 import geartrain as gt
+import geartrain.store.checkpoint_chunks as chunks_module
 import geartrain.store.checkpoint_writer as checkpoint_writer_module
 from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_reader import Checkpoint
@@ -101,9 +103,12 @@ def test_rows_of_a_store_that_is_written_are_all_that_were_committed_before(tmp_
         assert found == list(range(len(found))), "a row is there without one before it"
 
 
-@pytest.mark.parametrize("step", ["put_in_place", "write_json", "_write_chunk"])
+@pytest.mark.parametrize(
+    ("module", "step"),
+    [(checkpoint_writer_module, "put_in_place"), (chunks_module, "write_json"), (chunks_module, "_write")],
+)
 def test_a_save_that_is_killed_leaves_the_series_as_it_was(
-    tmp_path: Path, name: str, fork: Fork, step: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, fork: Fork, module: ModuleType, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tagged.create(name) as store:
         tagged.insert(store, range(5))
@@ -111,7 +116,7 @@ def test_a_save_that_is_killed_leaves_the_series_as_it_was(
         tagged.insert(store, [5])
 
         def killed() -> None:
-            monkeypatch.setattr(checkpoint_writer_module, step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            monkeypatch.setattr(module, step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
             save(name, tmp_path / "series")
 
         assert wait_for(fork(killed)) == -signal.SIGKILL

@@ -168,13 +168,6 @@ def test_a_store_that_is_only_read_is_not_saved(tmp_path: Path) -> None:
         store.save(tmp_path / "ckpt")
 
 
-def test_rows_of_a_checkpoint_are_read_by_load_alone(tmp_path: Path) -> None:
-    with make_store() as store:
-        store.save(tmp_path / "ckpt")
-    with Checkpoint(tmp_path / "ckpt") as found, pytest.raises(CheckpointError, match=r"only\s+Store.load"):
-        found.records()
-
-
 @pytest.mark.parametrize("how", ["flipped", "cut"])
 def test_a_checkpoint_that_is_damaged_at_any_byte_is_an_error_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
@@ -202,7 +195,7 @@ def test_a_checkpoint_that_is_damaged_at_any_byte_is_an_error_that_names_it(
 def read_all(directory: Path) -> None:
     """What loading reads, without a store."""
     with Checkpoint(directory) as found:
-        found.listed_rows()
+        found.records()
         for _ in found.contents(found.parts()):
             pass
 
@@ -237,8 +230,8 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path, monk
             assert everything(loaded)["parts"] == everything(store)["parts"]
 
 
-def test_a_checkpoint_of_version_5_is_these_bytes(tmp_path: Path) -> None:
-    golden = Path(__file__).parent / "data" / "checkpoint-v5"
+def test_a_checkpoint_with_tasks_is_these_bytes(tmp_path: Path) -> None:
+    golden = Path(__file__).parent / "data" / "checkpoint-with-tasks"
     with gt.Store.load(golden) as store:
         assert store.native.audit() == []
         with in_all_states() as made:

@@ -41,7 +41,7 @@ class Journaled:
         self.store = gt.Store.create(FIELDS, max_length=STEPS, capacity=CAPACITY, priority_per=priority_per)
         self.given: dict[tuple[int, int], set[int]] = {}  # priorities of all steps of a row, by key
         options = self.store.options
-        self.directory = make_journal(path, self.store.fields, STEPS, options, self.disk)
+        self.directory = make_journal(path, self.store.native, options, self.disk)
         assert self.directory.lock()
         self.store.native.set_journal(bytes(path), False, int(1e18))
         self.writer = JournalWriter(

@@ -137,9 +137,9 @@ def test_a_store_in_all_states_comes_back_with_its_change_numbers(tmp_path: Path
         assert again.journal.rows == 0, "rows that were restored are not written again"
 
 
-def test_a_journal_of_version_4_is_these_bytes(tmp_path: Path) -> None:
+def test_a_journal_with_tasks_is_these_bytes(tmp_path: Path) -> None:
     golden = tmp_path / "golden"
-    shutil.copytree(Path(__file__).parent / "data" / "journal-v4", golden)
+    shutil.copytree(Path(__file__).parent / "data" / "journal-with-tasks", golden)
     with tasked_stores.make_store(journal=golden) as store:
         assert store.audit() == []
         found = tasked_stores.everything(store)

@@ -21,7 +21,6 @@ from geartrain.errors import NoSpaceError, WaitTimeoutError
 from geartrain.store.journal import fill
 from geartrain.store.journal_directory import JournalDirectory, make_journal
 from geartrain.store.journal_writer import PartsWriter
-from geartrain.store.segment import stored_plan
 
 CAPACITY, PAGE, SPAN_BYTES = 12, 512, 8192
 FIELDS = {"id": gt.Field((), "int64"), "prompt": gt.Field(("prompt",), "int32"), "note": gt.Text()}
@@ -59,7 +58,7 @@ class Journaled:
         self.store = new_store()
         store = self.store
         self.native = Racing(store.native)
-        self.directory = make_journal(path, store.fields, 1, store.options, self.disk, stored=stored_plan(store.native))
+        self.directory = make_journal(path, store.native, store.options, self.disk)
         assert self.directory.lock()
         store.native.set_journal(bytes(path), False, int(1e18))
         contents = self.directory.contents()

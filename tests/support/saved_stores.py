@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-import geartrain.store.checkpoint_writer as saving
+import geartrain.store.checkpoint_chunks as saving
 
 FIELDS = {
     "obs": gt.Field((3,), "float32"),

@@ -193,7 +193,7 @@ def _rows(series: Path) -> list[int]:
 
 
 def test_inspect_tells_how_many_rows_of_a_store_with_tasks_are_in_which_state() -> None:
-    golden = Path(__file__).parents[1] / "store" / "data" / "checkpoint-v5"
+    golden = Path(__file__).parents[1] / "store" / "data" / "checkpoint-with-tasks"
     found = CliRunner().invoke(app, ["inspect", str(golden)])
     assert "1 finished, 3 under way, 2 kept by batches" in " ".join(found.output.split())
     assert "task reward" in found.output

@@ -64,10 +64,9 @@ from geartrain.errors import ArgumentError, CheckpointError, GeartrainError, Pee
 from geartrain.ranks.rank_group import RankGroup, SingleRank
 from geartrain.ranks.topology import topology_of
 from geartrain.ranks.torch_rank_group import as_rank_group
-from geartrain.store.checkpoint_format import STORED_NAMES, renamed, schema_of
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.checkpoint_writer import Saved, save
-from geartrain.store.segment import check_name
+from geartrain.store.segment import check_name, stored_schema_of
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
@@ -543,8 +542,8 @@ def _new_record(everyone: Sequence[SaveRequest], shards: list[dict[str, Any]], s
         "created": first.now,
         "world": len(everyone),
         "shards": shards,
-        "fields": schema_of(store.fields, store.max_length),
-        "limits": renamed(first.limits, STORED_NAMES),
+        **stored_schema_of(store.native),
+        "limits": first.limits,
         "state": None if first.state is None else json.loads(first.state),
     }
 

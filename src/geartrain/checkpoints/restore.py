@@ -23,8 +23,16 @@ from geartrain.core.lifetime import on_error
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, CheckpointError, FieldError, StoreMissingError
 from geartrain.store.checkpoint_format import ROW_RECORD, json_checksum, put_json
-from geartrain.store.checkpoint_reader import Checkpoint, load_rows, put_blocks, restore
-from geartrain.store.saved_parts import COMMITTED, ROW, TAKEN, TASK_COUNTERS, TASK_FIGURES, UNDER_WAY, changed_parts
+from geartrain.store.checkpoint_reader import Checkpoint, put_blocks, restore
+from geartrain.store.saved_parts import (
+    COMMITTED,
+    TAKEN,
+    TASK_COUNTERS,
+    TASK_FIGURES,
+    UNDER_WAY,
+    changed_parts,
+    load_rows,
+)
 from geartrain.store.segment import creation_options
 from geartrain.store.store import Store
 
@@ -105,7 +113,7 @@ def _adopt_parts(store: Store, source: SavedShard) -> tuple[int, int, int]:
     saved = source.rows()
     _, rows, _ = changed_parts(store.native, 0)
     rows = rows[np.isin(rows["state"], (COMMITTED, UNDER_WAY, TAKEN))]
-    before = np.zeros(store.capacity, ROW)
+    before = np.zeros(store.capacity, ROW_RECORD)
     before[saved["row"]] = saved
     there = before[rows["row"]]
     same = (there["generation"] == rows["generation"]) & (there["sequence"] == rows["sequence"])
@@ -168,7 +176,7 @@ class SavedShard(ABC):
 
     @abstractmethod
     def rows(self) -> NDArray[Any]:
-        """The table of its rows, (n,) of ROW_RECORD; of a store with axes, strings or tasks of saved_parts.ROW."""
+        """The table of its rows, (n,) of ROW_RECORD."""
 
     @abstractmethod
     def step_priorities(self) -> list[NDArray[np.uint32]] | None:
@@ -231,8 +239,6 @@ class _WholeShard(SavedShard):
         return Store.load(self._source, name, progress=progress, **options)
 
     def rows(self) -> NDArray[Any]:
-        if self._source.plan is not None:
-            return self._source.listed_rows()[: self._source.rows]
         return self._source.records()[: self._source.rows]
 
     def step_priorities(self) -> list[NDArray[np.uint32]] | None:
@@ -256,10 +262,7 @@ class _ReshardedShard(SavedShard):
         k, n = self._shard
         self._sources = [self._checkpoint(number) for number in range(len(self._record["shards"]))]
         self._plan = self._sources[0].plan
-        if self._plan is None:
-            self._tables = [source.records()[: source.rows] for source in self._sources]
-        else:
-            self._tables = [source.listed_rows()[: source.rows] for source in self._sources]
+        self._tables = [source.records()[: source.rows] for source in self._sources]
         # The population: rows of the first shard by their numbers, then those of the second, and so on.
         orders = [np.argsort(table["row"], kind="stable") for table in self._tables]
         sizes = [len(order) for order in orders]
@@ -338,7 +341,7 @@ class _ReshardedShard(SavedShard):
         max_rows = capacity
         if any(options["max_rows"] < options["capacity"] for options in every):
             max_rows = min(capacity, max(-(-sum(options["max_rows"] for options in every) // n), rows, 1))
-        shared = {limit: every[0][limit] for limit in SHARED_LIMITS if limit in every[0]}  # "row" is not written
+        shared = {limit: every[0][limit] for limit in SHARED_LIMITS}
         return {"capacity": capacity, "max_rows": max_rows, **shared}
 
     def _fill(self, store: Store, progress: bool) -> None:
@@ -404,7 +407,7 @@ class _ReshardedShard(SavedShard):
                         yield parts[mine], content, bounds
                         bar.advance(len(content), len(content))
 
-            load_rows(store.native, rows, contents(), self._total + 1, self.place)
+            load_rows(store.native, rows, contents(), self._total + 1, self.place, CheckpointError)
         k, n = self._shard
         states = [source.manifest["state"] for source in self._sources]
         store.native.restore_task_state(dealt_state(states, k, n, len(rows)))

@@ -1,22 +1,35 @@
-"""Pieces of files, chunks and figures that checkpoints of all stores share.
+"""The files of a checkpoint that is being saved, of any store: chunks that are linked or written, tables, manifest.
 
-checkpoint_format.py describes the format.
+checkpoint_format.py describes the format. Which rows and parts are saved, and how they are copied, is for
+checkpoint_rows.py and checkpoint_parts.py.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+import time
 import zlib
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+from geartrain.store.checkpoint_format import FORMAT, VERSION, write_json
+from geartrain.store.checkpoint_reader import Checkpoint
+from geartrain.store.segment import stored_schema_of
 
-# Dead rows that linked chunks may hold, as a share of the living ones.
+PIECE_BYTES = 16 << 20
+#: A save has memory for two chunks.
+CHUNK_BYTES = 32 << 20
+# Dead bytes that linked chunks may hold, as a share of the living ones.
 DEAD_SHARE = 0.5
 # A chunk of less than a quarter of the usual size is small; more of them than this are written anew as larger ones.
 SMALL_SHARE = 0.25
@@ -90,23 +103,141 @@ class PieceWriter:
         self._crc = self._in_piece = 0
 
 
-def chunks_to_keep(total: NDArray[np.int64], live: NDArray[np.int64], rows: int, per_chunk: int) -> NDArray[np.bool_]:
-    """The chunks to link, given the rows and living rows of each. The others are rewritten.
+class Base(NamedTuple):
+    """A checkpoint whose chunks can be linked: of the same store, or the one that the store was loaded from."""
+
+    checkpoint: Checkpoint  # open
+    table: NDArray[Any]  # of its rows; with axes, strings or tasks of its parts
+
+
+class NewCheckpoint(AbstractContextManager["NewCheckpoint"]):
+    """The files of a save in a directory. As a context manager it ends the threads that write.
+
+    Attributes:
+        base: what can be linked, if anything.
+        not_linked: why chunks of a base were not linked, once that is known.
+    """
+
+    def __init__(self, store: _native.Store, options: dict[str, Any], directory: Path, base: Base | None) -> None:
+        self.base = base
+        self.not_linked: str | None = None
+        self._store, self._options, self._directory = store, options, directory
+        self._id = secrets.token_hex(16)
+        self._chunks: list[dict[str, Any]] = []
+        self._files: dict[str, dict[str, Any]] = {}
+        self._linked = 0
+        self._threads = ThreadPoolExecutor(2, "geartrain-save")
+        self._writing: deque[tuple[str, Future[dict[str, Any]]]] = deque()
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+
+    def link(self, chunk: NDArray[np.int64], nbytes: NDArray[Any]) -> None:
+        """Links chunks of the base that are worth it.
+
+        Args:
+            chunk: the chunk of the base that has a row or part, -1 for none. It becomes the chunk here, -1 for what is
+                to be written.
+            nbytes: of each row or part.
+        """
+        assert self.base is not None
+        base = self.base.checkpoint
+        found, files = base.manifest["chunks"], base.manifest["files"]
+        total = np.array([entry["bytes"] for entry in found], np.int64)
+        live, placed = np.zeros(len(total), np.int64), chunk >= 0
+        np.add.at(live, chunk[placed], nbytes[placed].astype(np.int64))
+        numbers = np.full(len(total) + 1, -1, np.int64)  # the last stands for what is in no chunk
+        for old in np.flatnonzero(chunks_to_keep(total, live, int(nbytes.sum()), CHUNK_BYTES)):
+            file = found[old]["file"]
+            try:
+                base.link(file, self._directory / file)
+            except OSError as error:
+                self.not_linked = f"{base.directory / file} cannot be linked: {error.strerror}"
+                break  # the next would not be either
+            numbers[old] = len(self._chunks)
+            self._chunks.append(found[old])
+            self._files[file] = files[file]
+            self._linked += files[file]["bytes"]
+        chunk[:] = numbers[chunk]
+
+    def wait(self, most: int = 0) -> None:
+        """Waits until at most so many chunks are being written. What was given for the others may be used again."""
+        while len(self._writing) > most:
+            file, written = self._writing.popleft()
+            self._files[file] = written.result()
+
+    def write_chunk(self, pieces: Iterable[NDArray[Any]], nbytes: int) -> int:
+        """Has a thread write a chunk of so many bytes; returns its number. A second thread flushes the one before."""
+        file = f"chunk-{self._id[:16]}-{len(self._chunks):06d}.bin"
+        self._writing.append((file, self._threads.submit(_write, self._directory / file, pieces)))
+        self._chunks.append({"file": file, "bytes": nbytes})
+        return len(self._chunks) - 1
+
+    def write_table(self, file: str, table: NDArray[Any]) -> None:
+        """Writes a table."""
+        self._files[file] = _write(self._directory / file, [table])
+
+    def finish(self, target: Path, *, rows: int, left_out: int, counters: dict[str, int], **more: Any) -> Saved:
+        """Writes the manifest; `more` are its entries that only this kind of store has, or that were read before."""
+        self.wait()
+        write_json(
+            self._directory / "manifest.json",
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "id": self._id,
+                "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "store": identity_of(self._store),
+                **stored_schema_of(self._store),
+                "options": self._options,
+                "rows": rows,
+                "rows_left_out": left_out,
+                "counters": {name: count for name, count in counters.items() if name in _native.COUNTERS},
+                **more,
+                "chunks": self._chunks,
+                "files": self._files,
+            },
+        )
+        written = sum(about["bytes"] for about in self._files.values()) - self._linked
+        written += (self._directory / "manifest.json").stat().st_size
+        return Saved(target, rows, written, self._linked, 0.0, left_out, self.not_linked)
+
+
+def _write(path: Path, pieces: Iterable[NDArray[Any]]) -> dict[str, Any]:
+    writer = PieceWriter(path, PIECE_BYTES)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+        return writer.finish()
+    finally:
+        writer.close()
+
+
+def whole_runs(whole: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where runs of what is whole begin and end: each is written as it lies there."""
+    edges = np.flatnonzero(np.diff(whole, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def chunks_to_keep(
+    total: NDArray[np.int64], live: NDArray[np.int64], nbytes: int, chunk_bytes: int
+) -> NDArray[np.bool_]:
+    """The chunks to link, given the bytes and living bytes of each. The others are rewritten.
 
     Args:
-        total, live: (chunks,) rows in each, and how many of them are to be saved.
-        rows: rows to be saved in all.
-        per_chunk: rows of a full chunk.
+        total, live: (chunks,) bytes in each, and how many of them are to be saved.
+        nbytes: bytes to be saved in all.
+        chunk_bytes: of a full chunk.
     """
     keep = live > 0
     dead = int((total - live)[keep].sum())
     for chunk in np.argsort(live / total, kind="stable"):
-        if dead <= DEAD_SHARE * rows:
+        if dead <= DEAD_SHARE * nbytes:
             break
         if keep[chunk]:
             keep[chunk] = False
             dead -= int(total[chunk] - live[chunk])
-    small = keep & (total < SMALL_SHARE * per_chunk)
+    small = keep & (total < SMALL_SHARE * chunk_bytes)
     return keep & ~small if small.sum() > MAX_SMALL else keep
 
 
@@ -121,4 +252,17 @@ def identity_of(store: _native.Store) -> dict[str, Any]:
     return {"id": f"{about['store_id']:016x}", "file": place}
 
 
-__all__ = ["DEAD_SHARE", "MAX_SMALL", "SMALL_SHARE", "PieceWriter", "Saved", "chunks_to_keep", "identity_of"]
+__all__ = [
+    "CHUNK_BYTES",
+    "Base",
+    "DEAD_SHARE",
+    "MAX_SMALL",
+    "PIECE_BYTES",
+    "SMALL_SHARE",
+    "NewCheckpoint",
+    "PieceWriter",
+    "Saved",
+    "chunks_to_keep",
+    "identity_of",
+    "whole_runs",
+]

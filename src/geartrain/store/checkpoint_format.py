@@ -1,45 +1,38 @@
-"""Checkpoint format: manifest, checksums, row table, and writes that are complete or absent after a crash.
+"""Checkpoint format: manifest, checksums, tables, and writes that are complete or absent after a crash.
 
-Stores without step priorities use version 2, stores with step priorities version 3. Stores with new_priority="max" use
-version 4 in either case. Stores with axes, strings or tasks use version 5, see below. A checkpoint is a directory with
-these files:
+A checkpoint is a directory with these files:
 
     manifest.json     the schema, options, counts, and for every other file its size and checksums;
                       itself checksummed ("checksum": crc32 of the JSON without that entry, sorted keys, no spaces)
-    rows.bin          56 bytes a row, little-endian, see ROW_RECORD: committed rows in the order of their commits,
-                      then free rows in the order they will be reused. Every row of the store is in it once.
-    chunk-*.bin       blocks of rows, about 32 MB a file: for each field in the order of the schema, the blocks of
-                      the chunk's rows, unpadded. A committed row says in rows.bin which chunk it is in, and where.
+    rows.bin          56 bytes a row, little-endian, see ROW_RECORD: the rows that are there by their sequence, then
+                      free rows in the order they will be reused. No row is in it twice.
+    chunk-*.bin       what the rows hold, about 32 MB a file
     steps.bin         only with step priorities: the priorities of each committed row's `length` steps, u32 fixed point,
                       row after row in the order of rows.bin, whose own priorities are then 0
+    parts.bin         only with axes, strings or tasks: 96 bytes a part, PART_RECORD, in any order
+
+Rows of fixed size are one part each, that of their insert. rows.bin says in which chunk it is, and at which place. A
+chunk has, for each field in the order of the schema, the blocks of its rows, unpadded. rows.bin lists every row.
+
+With axes, strings or tasks a row has a part for its insert and for each task that is done
+(native/store/saved_records.h). parts.bin says in which chunk each is, and from which byte on. A chunk has the parts one
+behind the other. Rows may also be under way, or taken by a batch. Free rows are listed if they were used before. The
+manifest also has the numbers of the schema ("places", "axes", "tasks", as a segment's description has them), and
+"state": clock, limits, counters of tasks.
 
 Each checksum is a crc32 over a piece of 16 MiB, so an error can name the damaged file and place.
 
-Chunks are shared between checkpoints. A committed row does not change until its generation does; only its priority may.
-So a chunk is written once, and later checkpoints hard-link it. No two chunks ever have the same name.
+Chunks are shared between checkpoints. A row of fixed size is the same as long as its generation, sequence and time are,
+and a part as long as its row's generation and its own change number are. So a chunk is written once, and later
+checkpoints hard-link it. No two chunks ever have the same name.
 
-A chunk may contain dead rows, which were removed from the store since. Nothing in rows.bin points to them. Rows enter
-chunks in the order of their commits, so rows that a ring overwrites together lie in the same chunk. If rows die at
-random, every chunk loses some. Once dead rows exceed half of the living rows, the save rewrites the living rows of the
-chunks with the most dead ones. It also merges small chunks once there are many.
+A chunk may contain dead bytes: of rows and parts that were removed since. No table points to them. What is inserted
+together enters chunks together, so rows that a ring overwrites together lie in the same chunk. If rows die at random,
+every chunk loses some. Once dead bytes exceed half of the living ones, the save rewrites what lives in the chunks with
+the most dead ones. It also merges small chunks once there are many.
 
-So n rows take at most 1.5 n rows of disk. A save writes about as many bytes as were inserted since the last one. If
+So n bytes take at most 1.5 n bytes of disk. A save writes about as many bytes as were inserted since the last one. If
 rows die at random, it writes twice that in the long run.
-
-Version 5 keeps parts: what one task, or the insert, has for one row (native/store/saved_records.h). The manifest also
-has the numbers of the schema ("places", "axes", "tasks", as a segment's description has them), and "state": clock,
-limits, counters of tasks. Its files are:
-
-    rows.bin          40 bytes a row, saved_parts.ROW: the rows that are there in the order of their inserts, under way,
-                      committed or taken by a batch; then rows that are free and were used before
-    parts.bin         96 bytes a part, PART_RECORD: those of rows that are there, in any order
-    chunk-*.bin       bytes of parts, one behind the other
-
-A part is the same as long as its row's generation and its own change number are. So chunks are linked as above, and
-rewritten once dead bytes exceed half of the living ones.
-
-Version 1 is still read. It had one file per field (field-00.bin, ..., all rows in the order of rows.bin) and row
-records of 48 bytes.
 
 A save writes a sibling directory, flushes it to disk and exchanges it for the old one. A crash at any instant leaves
 either the previous checkpoint or the new one. Readers of the old checkpoint can finish (checkpoint_directory.py). A
@@ -51,7 +44,6 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,7 +51,6 @@ from typing import Any
 import numpy as np
 
 from geartrain.core.json_values import parse_json
-from geartrain.core.schema import Field, stored_schema
 from geartrain.core.shared_files import naming_errors
 from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_directory import HeldDirectory
@@ -67,14 +58,7 @@ from geartrain.store.checkpoint_manifest import check_manifest
 from geartrain.store.saved_parts import PART
 
 FORMAT = "geartrain-checkpoint"
-VERSION = 2
-#: With priorities of steps.
-VERSION_STEPS = 3
-#: With new_priority="max", whose largest priority the manifest has as "max_priority", and priorities of either.
-VERSION_MAX = 4
-#: With axes, strings or tasks, and either of `new_priority`.
-VERSION_PARTS = 5
-_VERSIONS = (1, VERSION, VERSION_STEPS, VERSION_MAX, VERSION_PARTS)
+VERSION = 6
 
 #: Columns of the row table that a store keeps for every row.
 METADATA = ("row", "generation", "priority", "length", "times_sampled", "sequence", "inserted_at_ns", "version")
@@ -85,16 +69,15 @@ ROW_RECORD = np.dtype(
         ("inserted_at_ns", "<u8"),
         ("version", "<i8"),
         ("row", "<u4"),
-        ("generation", "<u4"),  # odd: committed; even: free
+        ("generation", "<u4"),  # of the key, odd; even: free
         ("priority", "<u4"),  # fixed point, as in the segment
         ("length", "<u4"),
         ("times_sampled", "<u4"),
-        ("chunk", "<u4"),  # its number among the manifest's chunks; 0 for free rows
+        ("chunk", "<u4"),  # its number among the manifest's chunks; 0 for free rows, and for those with parts
         ("slot", "<u4"),  # the row's place among the chunk's
-        ("reserved", "<u4"),
+        ("state", "<u4"),  # saved_parts.COMMITTED, UNDER_WAY, TAKEN or FREE
     ]
 )
-ROW_RECORD_1 = np.dtype([*ROW_RECORD.descr[:8], ("reserved", "<u4")])
 
 #: A part, and where its bytes lie: from the byte `at` of a chunk. A part without bytes lies in no chunk.
 PART_RECORD = np.dtype(
@@ -105,40 +88,6 @@ PART_RECORD = np.dtype(
     ]
 )
 NO_CHUNK = 2**32 - 1
-
-#: Names of options, their values and counters in manifests, by their names in the API: the format keeps its own.
-STORED_NAMES = {
-    "exhausted": "spent",
-    "priority_fraction_bits": "weight_fraction_bits",
-    "lowest_priority": "lowest_weight",
-    "priorities_updated": "weights_updated",
-    "priorities_saturated": "weights_saturated",
-    "priorities_rounded_up": "weights_rounded_up",
-}
-CURRENT_NAMES = {stored: current for current, stored in STORED_NAMES.items()}
-
-
-def renamed(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Renames keys, and values that are names, by a table. Names missing from the table stay."""
-    return {
-        names.get(key, key): names.get(value, value) if isinstance(value, str) else value
-        for key, value in content.items()
-    }
-
-
-def version_of(options: Mapping[str, Any]) -> int:
-    """The version of a checkpoint of a store with these options."""
-    if "span_bytes" in options:
-        return VERSION_PARTS
-    if options["new_priority"] == "max":
-        return VERSION_MAX
-    return VERSION_STEPS if options["priority_per"] == "step" else VERSION
-
-
-def stored_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a store as manifests hold them: values that earlier versions imply are left out."""
-    usual = {"priority_per": "row", "new_priority": "one"}
-    return renamed({name: value for name, value in options.items() if usual.get(name) != value}, STORED_NAMES)
 
 
 def manifest_of(held: HeldDirectory) -> dict[str, Any]:
@@ -158,10 +107,9 @@ def manifest_of(held: HeldDirectory) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: it is not the JSON that was written") from None
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a geartrain checkpoint")
-    if manifest.get("version") not in _VERSIONS:
+    if manifest.get("version") != VERSION:
         raise CheckpointError(
-            f"{directory} has checkpoint version {manifest.get('version')}, but this build reads versions 1 to "
-            f"{VERSION_PARTS}"
+            f"{directory} has checkpoint version {manifest.get('version')}, but this build reads version {VERSION}"
         )
     if checksum != json_checksum(manifest):
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
@@ -189,14 +137,6 @@ def _what_it_is(held: HeldDirectory) -> str:
     if any(name.startswith("step-") for name in found):
         return "it has the steps of a job, which gt.load_checkpoint restores"
     return "it has no manifest.json"
-
-
-def schema_of(fields: dict[str, Field], max_length: int) -> list[dict[str, Any]]:
-    """The fields as JSON."""
-    return [
-        {"name": name, "shape": shape, "dtype": dtype.name, "timed": timed}
-        for name, dtype, timed, shape in stored_schema(fields, max_length)
-    ]
 
 
 def json_checksum(content: dict[str, Any]) -> int:

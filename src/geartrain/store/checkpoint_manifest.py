@@ -18,12 +18,12 @@ from geartrain.errors import CheckpointError, SchemaError
 from geartrain.store.saved_parts import TASK_COUNTERS, TASK_FIGURES
 
 _MOST_ROWS = 2**32 - 16
-_REMOVERS = ("fifo", "lifo", "lowest_weight", "least_recently_sampled", "most_sampled")
+_REMOVERS = ("fifo", "lifo", "lowest_priority", "least_recently_sampled", "most_sampled")
 _REMOVERS_BY_FIELD = ("lowest:", "highest:")
 
 
 def check_manifest(manifest: Mapping[str, Any], path: Path) -> None:
-    """Checks a manifest of version 1 to 5, checksum aside.
+    """Checks a manifest, checksum aside.
 
     Raises:
         CheckpointError: naming the file and the entry.
@@ -57,8 +57,8 @@ def check_stored_schema(content: Mapping[str, Any]) -> list[int]:
     return [field.block_nbytes(max_length) for field in fields.values()]
 
 
-def check_stored_options(content: Mapping[str, Any], *, version: int) -> int:
-    """Checks the limits in a manifest of a checkpoint's version; returns the capacity.
+def check_stored_options(content: Mapping[str, Any]) -> int:
+    """Checks the limits in a manifest; returns the capacity.
 
     Raises:
         ValueError: what is wrong with an entry.
@@ -66,7 +66,7 @@ def check_stored_options(content: Mapping[str, Any], *, version: int) -> int:
     options = entry(content, "options", dict)
     capacity = whole_entry(options, "capacity", 1, _MOST_ROWS)
     whole_entry(options, "max_rows", 1, capacity)
-    whole_entry(options, "weight_fraction_bits", 0, 32)
+    whole_entry(options, "priority_fraction_bits", 0, 32)
     entry(options, "persist", bool)
     remover = entry(options, "remover", str)
     if remover not in _REMOVERS and not remover.startswith(_REMOVERS_BY_FIELD):
@@ -76,29 +76,24 @@ def check_stored_options(content: Mapping[str, Any], *, version: int) -> int:
     age_s = options.get("max_age_s")
     if age_s is not None and not (type(age_s) in (int, float) and 0 < age_s <= 1e9):
         raise ValueError(f"max_age_s is {shown(age_s)}")
-    known = {"capacity", "max_rows", "remover", "max_times_sampled", "max_age_s", "weight_fraction_bits", "persist"}
-    added = {3: {"priority_per": "step"}, 4: {"new_priority": "max"}}.get(version, {})
-    if version == 5:
+    known = {"capacity", "max_rows", "remover", "max_times_sampled", "max_age_s", "priority_fraction_bits", "persist"}
+    kinds = {"priority_per": ("row",) if "places" in content else ("row", "step"), "new_priority": ("one", "max")}
+    for name, values in kinds.items():
+        if options.get(name) not in values:
+            raise ValueError(f"{name} is {shown(options.get(name))}")
+    if "places" in content:
         whole_entry(options, "span_bytes", 1, 2**46)
-        if options.get("new_priority", "max") != "max":
-            raise ValueError(f"new_priority is {shown(options['new_priority'])}")
-        known |= {"span_bytes", "new_priority"}
-    for name, value in added.items():
-        if options.get(name) != value:
-            raise ValueError(f"{name} is {shown(options.get(name))}, and the version is that of {value!r}")
-    if version == 4 and options.get("priority_per", "step") != "step":
-        raise ValueError(f"priority_per is {shown(options['priority_per'])}")
-    if unknown := set(options) - known - set(added) - ({"priority_per"} if version == 4 else set()):
+        known.add("span_bytes")
+    if unknown := set(options) - known - set(kinds):
         raise ValueError(f"options has {shown(min(unknown))}, which no store has")
     return capacity
 
 
 def _check(manifest: Mapping[str, Any]) -> None:
     row_bytes = check_stored_schema(manifest)
-    capacity = check_stored_options(manifest, version=manifest["version"])
-    per_step = "priority_per" in manifest["options"]
-    if manifest["version"] >= 4:
-        whole_entry(manifest, "max_priority", 0, 2**32 - 1)
+    capacity = check_stored_options(manifest)
+    _check_identity(manifest)
+    whole_entry(manifest, "max_priority", 0, 2**32 - 1)
     rows = whole_entry(manifest, "rows", 0, capacity)
     whole_entry(manifest, "next_sequence", 1, 2**64 - 1)
     entry(manifest, "created", str)
@@ -108,33 +103,22 @@ def _check(manifest: Mapping[str, Any]) -> None:
     files = entry(manifest, "files", dict)
     for name, about in files.items():
         _check_file(name, about)
-    if manifest["version"] == 5:
-        _check_parts(manifest, capacity, len(row_bytes))
-        return
-    _bytes_of(files, "rows.bin", capacity * (48 if manifest["version"] == 1 else 56))
-    if manifest["version"] == 1:
-        for number, nbytes in enumerate(row_bytes):
-            _bytes_of(files, f"field-{number:02d}.bin", rows * nbytes)
-        return
-    _check_identity(manifest)
-    if per_step and ("steps.bin" not in files or files["steps.bin"]["bytes"] % 4):
+    of_parts = "places" in manifest
+    _bytes_of(files, "rows.bin", 56 * whole_entry(manifest, "listed_rows", rows if of_parts else capacity, capacity))
+    for chunk in object_entries(manifest, "chunks"):
+        nbytes = whole_entry(chunk, "bytes", 1, 2**63 - 1)
+        if not of_parts and nbytes % sum(row_bytes):
+            raise ValueError(f"a chunk has {nbytes} bytes, which are no whole rows of {sum(row_bytes)}")
+        _bytes_of(files, entry(chunk, "file", str), nbytes)
+    if of_parts:
+        tasks = entry(manifest, "tasks", list)
+        _bytes_of(files, "parts.bin", 96 * whole_entry(manifest, "parts", 0, capacity * (len(tasks) + 1)))
+        check_stored_plan(manifest, len(row_bytes))
+        check_task_state(entry(manifest, "state", dict), len(tasks))
+    elif manifest["options"]["priority_per"] == "step" and (
+        "steps.bin" not in files or files["steps.bin"]["bytes"] % 4
+    ):
         raise ValueError("the priorities of steps are not in 'steps.bin'")
-    for chunk in object_entries(manifest, "chunks"):
-        in_chunk = whole_entry(chunk, "rows", 1, capacity)
-        _bytes_of(files, entry(chunk, "file", str), in_chunk * sum(row_bytes))
-
-
-def _check_parts(manifest: Mapping[str, Any], capacity: int, fields: int) -> None:
-    """Checks what manifests of stores with axes, strings or tasks have beside others."""
-    _check_identity(manifest)
-    files = manifest["files"]
-    _bytes_of(files, "rows.bin", 40 * whole_entry(manifest, "listed_rows", manifest["rows"], capacity))
-    tasks = entry(manifest, "tasks", list)
-    _bytes_of(files, "parts.bin", 96 * whole_entry(manifest, "parts", 0, capacity * (len(tasks) + 1)))
-    check_stored_plan(manifest, fields)
-    check_task_state(entry(manifest, "state", dict), len(tasks))
-    for chunk in object_entries(manifest, "chunks"):
-        _bytes_of(files, entry(chunk, "file", str), whole_entry(chunk, "bytes", 1, 2**63 - 1))
 
 
 def check_stored_plan(manifest: Mapping[str, Any], fields: int) -> None:

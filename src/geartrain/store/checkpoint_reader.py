@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,21 +21,17 @@ from geartrain.core.lifetime import Closing
 from geartrain.core.progress import Progress
 from geartrain.core.schema import fields_of_stored
 from geartrain.core.tasks import RowPlan
-from geartrain.errors import CheckpointError, SchemaError
+from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_directory import HeldDirectory, SupersededError
 from geartrain.store.checkpoint_format import (
-    CURRENT_NAMES,
     METADATA,
     NO_CHUNK,
     PART_RECORD,
     ROW_RECORD,
-    ROW_RECORD_1,
-    VERSION_PARTS,
     manifest_of,
-    renamed,
 )
 from geartrain.store.checkpoint_manifest import plan_of_manifest
-from geartrain.store.saved_parts import PART, ROW, as_bytes
+from geartrain.store.saved_parts import COMMITTED, FREE, TAKEN, UNDER_WAY, load_rows
 
 _MOST_TRIES = 20
 
@@ -53,8 +49,8 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
         plan: axes and tasks; None of a store with neither.
         options: the limits that the store was created with.
         rows: committed rows in it; of a store with axes, strings or tasks all rows, in whichever state.
-        id: unique id of this checkpoint; None in version 1.
-        store_id: id of the segment that was saved, as in `describe`; None in version 1.
+        id: unique id of this checkpoint.
+        store_id: id of the segment that was saved, as in `describe`.
         next_sequence, counters: of the store.
         max_priority: the largest priority ever given in the store, fixed point; 0 if none was given or the store does
             not keep it.
@@ -72,19 +68,19 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
             (entry["name"], entry["dtype"], entry["timed"], entry["shape"]) for entry in self._manifest["fields"]
         )
         self.plan: RowPlan | None = None
-        if self._manifest["version"] == VERSION_PARTS:
+        if "places" in self._manifest:
             self.plan = plan_of_manifest(self._manifest)
             self.fields = self.plan.fields
         self._block_nbytes = (
             {name: field.block_nbytes(self.max_length) for name, field in self.fields.items()} if not self.plan else {}
         )
-        self.options: dict[str, Any] = renamed(self._manifest["options"], CURRENT_NAMES)
+        self.options: dict[str, Any] = self._manifest["options"]
         self.rows = int(self._manifest["rows"])
-        self.id: str | None = self._manifest.get("id")
-        self.store_id: int | None = int(self._manifest["store"]["id"], 16) if self.id else None
+        self.id: str = self._manifest["id"]
+        self.store_id = int(self._manifest["store"]["id"], 16)
         self.next_sequence = int(self._manifest["next_sequence"])
-        self.max_priority = int(self._manifest.get("max_priority", 0))
-        self.counters: dict[str, int] = renamed(self._manifest["counters"], CURRENT_NAMES)
+        self.max_priority = int(self._manifest["max_priority"])
+        self.counters: dict[str, int] = self._manifest["counters"]
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -112,41 +108,35 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
         return sum(about["bytes"] for about in self._manifest["files"].values())
 
     def records(self) -> NDArray[Any]:
-        """The row table, (capacity,) of ROW_RECORD: the committed rows in the order of their commits, then the others.
+        """The row table, (n,) of ROW_RECORD: the rows that are there in the order of their sequences, then the others.
 
         Raises:
             CheckpointError: damage; names the file and its first bad block.
         """
-        path = self.directory / "rows.bin"
-        if self.plan is not None:
-            raise CheckpointError(
-                f"{self.directory} is of a store with {'tasks' if self.plan.tasks else 'axes'}, whose rows only "
-                "Store.load and load_checkpoint read"
-            )
-        dtype = ROW_RECORD_1 if self._manifest["version"] == 1 else ROW_RECORD
-        about = self._manifest["files"]["rows.bin"]
-        if about["bytes"] != self.options["capacity"] * dtype.itemsize:
-            raise CheckpointError(f"{path} is damaged: it does not have the rows that the manifest lists")
-        records = np.empty(self.options["capacity"], dtype)
-        self._read_file("rows.bin", about, memoryview(records.view(np.uint8).data))
-        committed = records["generation"] % 2 == 1
-        if int(committed.sum()) != self.rows or not committed[: self.rows].all():
-            raise CheckpointError(f"{path} is damaged: it does not have the rows that the manifest lists")
-        known = np.zeros(len(records), bool)
-        known[records["row"][records["row"] < len(records)]] = True
-        if not known.all():
-            raise CheckpointError(f"{path} is damaged: one row is in it twice, and another is missing")
-        if dtype == ROW_RECORD_1:
-            widened = np.zeros(len(records), ROW_RECORD)
-            for column in METADATA:
-                widened[column] = records[column]
-            return widened
-        chunks = self._manifest["chunks"]
-        rows_of = np.array([chunk["rows"] for chunk in chunks], np.uint64)
+        records = self._table("rows.bin", ROW_RECORD, self._manifest["listed_rows"])
+        capacity, there = self.options["capacity"], records["generation"] % 2 == 1
+        known = np.bincount(records["row"][records["row"] < capacity], minlength=1)
+        states = (COMMITTED,) if self.plan is None else (COMMITTED, UNDER_WAY, TAKEN)
         places = records[: self.rows]
-        if self.rows and (places["chunk"].max() >= len(chunks) or (places["slot"] >= rows_of[places["chunk"]]).any()):
-            raise CheckpointError(f"{path} is damaged: it places rows where no chunk has any")
+        rows_of = np.array([*self._chunk_rows(), 0], np.uint64)
+        wrong = {
+            "does not have the rows that the manifest lists": int(there.sum()) != self.rows
+            or not there[: self.rows].all()
+            or not np.isin(places["state"], states).all()
+            or (records["state"][self.rows :] != FREE).any(),
+            "has one row twice, or a row of no store": known.max() > 1 or int(known.sum()) != len(records),
+            "places rows where no chunk has any": self.plan is None
+            and bool((places["slot"] >= rows_of[np.minimum(places["chunk"], len(rows_of) - 1)]).any()),
+        }
+        for what, is_so in wrong.items():
+            if is_so:
+                raise CheckpointError(f"{self.directory / 'rows.bin'} is damaged: it {what}")
         return records
+
+    def _chunk_rows(self) -> list[int]:
+        """The rows in each chunk, where these are of fixed size."""
+        nbytes = sum(self._block_nbytes.values())
+        return [chunk["bytes"] // nbytes for chunk in self._manifest["chunks"]] if nbytes else []
 
     def blocks(
         self, records: NDArray[Any], wanted: NDArray[np.bool_] | None = None
@@ -159,16 +149,13 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
         Raises:
             CheckpointError: damage; names the file and its first bad block.
         """
-        if self._manifest["version"] == 1:
-            yield from self._blocks_1(wanted)
-            return
         committed = records[: self.rows]
         places = np.arange(self.rows) if wanted is None else np.flatnonzero(wanted)
         places = places[np.argsort(committed["chunk"][places], kind="stable")]
         of_chunk = committed["chunk"][places]
         bounds = np.searchsorted(of_chunk, np.arange(len(self._manifest["chunks"]) + 1))
         memory = np.empty(0, np.uint8)
-        for number, chunk in enumerate(self._manifest["chunks"]):
+        for number, (chunk, n) in enumerate(zip(self._manifest["chunks"], self._chunk_rows(), strict=True)):
             mine = places[bounds[number] : bounds[number + 1]]
             if not len(mine):
                 continue
@@ -177,31 +164,12 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
                 memory = np.empty(about["bytes"], np.uint8)
             self._read_file(chunk["file"], about, memoryview(memory[: about["bytes"]].data))
             slots = committed["slot"][mine]
-            whole = len(slots) == chunk["rows"] and bool((slots == np.arange(chunk["rows"])).all())
+            whole = len(slots) == n and bool((slots == np.arange(n)).all())
             at = 0
             for field, nbytes in enumerate(self._block_nbytes.values()):
-                blocks = memory[at : at + chunk["rows"] * nbytes].reshape(chunk["rows"], nbytes)
+                blocks = memory[at : at + n * nbytes].reshape(n, nbytes)
                 at += blocks.size
                 yield field, mine, blocks if whole else blocks[slots]
-
-    def _blocks_1(self, wanted: NDArray[np.bool_] | None) -> Iterator[tuple[int, NDArray[np.intp], NDArray[np.uint8]]]:
-        for field, nbytes in enumerate(self._block_nbytes.values()):
-            file = f"field-{field:02d}.bin"
-            about = self._manifest["files"][file]
-            if about["bytes"] != self.rows * nbytes:
-                raise CheckpointError(
-                    f"{self.directory / file} is damaged: it does not have the {self.rows} rows of the manifest"
-                )
-            at = 0
-            for piece in self._pieces(file, about):
-                if len(piece) % nbytes:
-                    raise CheckpointError(f"{self.directory / file} is damaged: its pieces are not whole rows")
-                blocks = np.frombuffer(piece, np.uint8).reshape(-1, nbytes)
-                places = np.arange(at, at + len(blocks))
-                at += len(blocks)
-                if wanted is not None:
-                    blocks, places = blocks[wanted[places]], places[wanted[places]]
-                yield field, places, blocks
 
     def values(self, records: NDArray[Any], name: str) -> NDArray[Any]:
         """A field's blocks of all committed rows, in the order of `records`, read without a look at checksums.
@@ -213,12 +181,12 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
         out = np.empty((self.rows, *shape), dtype)
         before = sum(list(self._block_nbytes.values())[: list(self.fields).index(name)])
         committed = records[: self.rows]
-        for number, chunk in enumerate(self._manifest["chunks"]):
+        for number, (chunk, n) in enumerate(zip(self._manifest["chunks"], self._chunk_rows(), strict=True)):
             mine = np.flatnonzero(committed["chunk"] == number)
             if len(mine):
-                data = np.empty(chunk["rows"] * self._block_nbytes[name], np.uint8)
-                self._read_at(chunk["file"], chunk["rows"] * before, data)
-                out[mine] = data.view(dtype).reshape(chunk["rows"], *shape)[committed["slot"][mine]]
+                data = np.empty(n * self._block_nbytes[name], np.uint8)
+                self._read_at(chunk["file"], n * before, data)
+                out[mine] = data.view(dtype).reshape(n, *shape)[committed["slot"][mine]]
         return out
 
     def verify(self) -> None:
@@ -236,17 +204,16 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
         out = np.empty((last - first, nbytes), np.uint8)
         number = list(self.fields).index(name)
         wanted = records[first:last]
-        if self._manifest["version"] == 1:
-            self._read_at(f"field-{number:02d}.bin", first * nbytes, out)
-            return out
         before = sum(list(self._block_nbytes.values())[:number])
         # Rows that lie behind each other in one chunk are read at once.
         apart = (np.diff(wanted["chunk"].astype(np.int64)) != 0) | (np.diff(wanted["slot"].astype(np.int64)) != 1)
+        rows_of = self._chunk_rows()
         edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(wanted)]
         for begin, end in itertools.pairwise(edges):
             if begin < end:
-                chunk = self._manifest["chunks"][wanted["chunk"][begin]]
-                at = chunk["rows"] * before + int(wanted["slot"][begin]) * nbytes
+                of = int(wanted["chunk"][begin])
+                chunk = self._manifest["chunks"][of]
+                at = rows_of[of] * before + int(wanted["slot"][begin]) * nbytes
                 self._read_at(chunk["file"], at, out[begin:end])
         return out
 
@@ -262,7 +229,7 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
     @property
     def per_step(self) -> bool:
         """Whether the store kept a priority for every step."""
-        return "priority_per" in self.options
+        return bool(self.options["priority_per"] == "step")
 
     def step_priorities(self, records: NDArray[Any]) -> NDArray[np.uint32] | None:
         """The fixed-point priorities of all committed rows' steps, row after row; None in a store without.
@@ -281,14 +248,6 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
         if priorities.size:
             self._read_file("steps.bin", about, memoryview(priorities.view(np.uint8).data))
         return priorities
-
-    def listed_rows(self) -> NDArray[Any]:
-        """Of a store with axes, strings or tasks: its row table (n,) of saved_parts.ROW, see checkpoint_format.py.
-
-        Raises:
-            CheckpointError: damage; names the file and its first bad block.
-        """
-        return self._table("rows.bin", ROW, self._manifest["listed_rows"])
 
     def parts(self) -> NDArray[Any]:
         """Of a store with axes, strings or tasks: the table (n,) of its parts, of PART_RECORD.
@@ -343,32 +302,21 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
             self._read_file(name, self._manifest["files"][name], memoryview(records.view(np.uint8).data))
         return records
 
-    def _fill_parts(self, store: _native.Store, progress: bool) -> None:
-        """As `fill`, of a store with axes, strings or tasks."""
-        rows, parts = self.listed_rows(), self.parts()
-        total = int(parts["bytes"].sum())
-        with Progress(f"loading {self.directory.name}", total, unit="bytes", enabled=progress) as bar:
-
-            def contents() -> Iterator[tuple[NDArray[Any], NDArray[np.uint8], NDArray[np.uint64]]]:
-                for mine, content, bounds in self.contents(parts):
-                    yield parts[mine], content, bounds
-                    bar.advance(len(content), len(content))
-
-            load_rows(store, rows, contents(), self.next_sequence, self.directory)
-        store.restore_task_state(self._manifest["state"])
-
     def fill(self, store: _native.Store, *, progress: bool = False) -> None:
         """Puts every row back in its place, into a new store of the same schema and capacity.
 
         Raises:
             CheckpointError: damage; names the file and its first bad block.
         """
-        if self.plan is not None:
-            self._fill_parts(store, progress)
-            store.restore_max_priority(self.max_priority)
-            store.set_counters(self.counters)
-            return
         records = self.records()
+        if self.plan is None:
+            self._fill_blocks(store, records, progress)
+        else:
+            self._fill_parts(store, records, progress)
+        store.restore_max_priority(self.max_priority)
+        store.set_counters(self.counters)
+
+    def _fill_blocks(self, store: _native.Store, records: NDArray[Any], progress: bool) -> None:
         committed = records[: self.rows]
         store.allocate(len(records))
         columns = [store.column(number) for number in range(len(self.fields))]
@@ -377,8 +325,19 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
                 put_blocks(columns[number], committed["row"][places], blocks)
                 bar.advance(blocks.size, len(blocks) if number == 0 else 0)
         restore(store, records, self.next_sequence, self.step_priorities(records))
-        store.restore_max_priority(self.max_priority)
-        store.set_counters(self.counters)
+
+    def _fill_parts(self, store: _native.Store, records: NDArray[Any], progress: bool) -> None:
+        parts = self.parts()
+        total = int(parts["bytes"].sum())
+        with Progress(f"loading {self.directory.name}", total, unit="bytes", enabled=progress) as bar:
+
+            def contents() -> Iterator[tuple[NDArray[Any], NDArray[np.uint8], NDArray[np.uint64]]]:
+                for mine, content, bounds in self.contents(parts):
+                    yield parts[mine], content, bounds
+                    bar.advance(len(content), len(content))
+
+            load_rows(store, records, contents(), self.next_sequence, self.directory / "parts.bin", CheckpointError)
+        store.restore_task_state(self._manifest["state"])
 
     def _pieces(self, name: str, about: dict[str, Any], memory: memoryview | None = None) -> Iterator[memoryview]:
         """A file's pieces, each checked before it is yielded; contiguous in `memory` where that is given."""
@@ -428,36 +387,6 @@ def put_blocks(column: NDArray[Any], rows: NDArray[Any], blocks: NDArray[np.uint
     column[rows] = blocks.reshape(-1).view(column.dtype).reshape(-1, *column.shape[1:])
 
 
-def load_rows(
-    store: _native.Store,
-    rows: NDArray[Any],
-    contents: Iterable[tuple[NDArray[Any], NDArray[np.uint8], NDArray[np.uint64]]],
-    next_sequence: int,
-    directory: Path,
-) -> None:
-    """Fills a new store with axes, strings or tasks.
-
-    Args:
-        rows: (n,) of saved_parts.ROW: those that are there in the order of their sequences, and free ones.
-        contents: parts (m,) of PART_RECORD, their bytes one behind the other, and the bounds (m + 1,) of each.
-        directory: of the checkpoint, for errors.
-
-    Raises:
-        CheckpointError: the tables contradict themselves.
-        NoSpaceError: the spans are too few.
-    """
-    try:
-        store.begin_load()
-        for saved, content, bounds in contents:
-            parts = np.zeros(len(saved), PART)
-            for name in set(PART.names or ()) - {"span"}:
-                parts[name] = saved[name]
-            store.load_parts(as_bytes(parts), content, bounds)
-        store.finish_load(as_bytes(rows), next_sequence)
-    except SchemaError as error:
-        raise CheckpointError(f"{directory / 'parts.bin'} is damaged: {error}") from None
-
-
 def restore(
     store: _native.Store, records: NDArray[Any], next_sequence: int, steps: NDArray[np.uint32] | None = None
 ) -> None:
@@ -466,4 +395,4 @@ def restore(
     store.restore(*columns, next_sequence, steps)  # type: ignore[call-arg, arg-type]
 
 
-__all__ = ["Checkpoint", "load_rows", "put_blocks", "read_newest", "restore"]
+__all__ = ["Checkpoint", "put_blocks", "read_newest", "restore"]

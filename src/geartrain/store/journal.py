@@ -31,14 +31,20 @@ from geartrain.core.arguments import check_path
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import naming_errors
 from geartrain.core.threads import DaemonThread, ReentrantEvent
-from geartrain.errors import GeartrainError, JournalError, SchemaError, StoreClosedError
-from geartrain.store.checkpoint_format import CURRENT_NAMES, renamed
+from geartrain.errors import GeartrainError, JournalError, StoreClosedError
 from geartrain.store.checkpoint_reader import Checkpoint, restore
-from geartrain.store.journal_directory import Disk, JournalContents, JournalDirectory, is_journal, make_journal
+from geartrain.store.journal_directory import (
+    Disk,
+    JournalContents,
+    JournalDirectory,
+    is_journal,
+    is_journal_of,
+    make_journal,
+)
 from geartrain.store.journal_format import Frame, block_shapes
 from geartrain.store.journal_writer import JournalWriter, PartsWriter
-from geartrain.store.saved_parts import FREE, ROW, as_bytes
-from geartrain.store.segment import JournalFull, stored_plan
+from geartrain.store.saved_parts import load_rows
+from geartrain.store.segment import JournalFull
 
 CHECK_S = 0.25
 #: How often priorities and counts of samples that have changed are written.
@@ -309,6 +315,10 @@ class JournalOptions:
         self.path = Path(os.path.realpath(check_path("journal", path)))
         self._sync_s, self._full, self._disk = sync_s, full, disk
 
+    def is_of(self, native: _native.Store) -> bool:
+        """Whether a store has its rows from, or in, this journal."""
+        return is_journal_of(self.path, native)
+
     def attach(
         self,
         native: _native.Store,
@@ -326,15 +336,10 @@ class JournalOptions:
 
         Returns a function that starts this process's thread.
         """
-        if checkpoint is not None and checkpoint.id is None:
-            raise JournalError(
-                f"{checkpoint.directory} has format version 1, which a journal cannot begin with: load and save it "
-                "first"
-            )
         intact = "What is in the journal stays as it is: make room and make the same call again"
         with naming_errors("cannot write the journal", self.path, JournalError, if_full=intact):
             origin = None if checkpoint is None else checkpoint.id
-            directory = make_journal(self.path, fields, max_length, options, self._disk, origin, stored_plan(native))
+            directory = make_journal(self.path, native, options, self._disk, origin)
             if not directory.lock():
                 raise JournalError(
                     f"the journal {self.path} is in use by another store: join that one with Store.open, or close "
@@ -381,7 +386,6 @@ class JournalOptions:
                     f"the journal {self.path} lacks rows of the checkpoint {checkpoint.directory}: restore the "
                     "journal with Store.create, or continue from the checkpoint with a new journal directory"
                 )
-            assert checkpoint.id is not None
             directory.note_later(checkpoint.id)
         if begun:
             contents = fill(native, directory, repair=True)
@@ -390,7 +394,6 @@ class JournalOptions:
             writer.note_step_priorities()
             return writer
         assert checkpoint is not None
-        assert checkpoint.id is not None
         directory.clear()
         checkpoint.fill(native, progress=progress)
         writer = _writer_of(native, fields, max_length, directory, directory.contents())
@@ -437,13 +440,30 @@ def join(native: _native.Store, fields: dict[str, Field], max_length: int) -> Jo
 def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) -> JournalContents:
     """Puts every row of a journal in its place, in a new store of the same schema and capacity.
 
+    What was claimed is due again.
+
     Raises:
         JournalError: damage; names the file and the place.
     """
     if not directory.numbers():
         return directory.contents(repair=repair)
-    if directory.plan is not None:
-        return _fill_parts(native, directory, repair=repair)
+    if directory.plan is None:
+        contents = _fill_blocks(native, directory, repair)
+        counters = {"inserted": contents.rows}
+    else:
+        contents = _fill_parts(native, directory, repair)
+        counters = {}
+        if contents.state is not None:
+            native.restore_task_state(contents.state["tasks"])
+            counters = contents.state["counters"]
+        # Rows have consecutive numbers: whoever inserts rows continues behind the last one that is there.
+        counters = {**counters, "inserted": contents.next_sequence - 1}
+    native.restore_max_priority(contents.max_priority)
+    native.set_counters(counters)
+    return contents
+
+
+def _fill_blocks(native: _native.Store, directory: JournalDirectory, repair: bool) -> JournalContents:
     columns = [native.column(number) for number in range(len(directory.fields))]
     native.allocate(directory.capacity)
     steps = np.zeros((directory.capacity, directory.max_length), np.uint32) if directory.per_step else None
@@ -476,50 +496,19 @@ def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) ->
         steps[rows] = block
 
     contents = directory.contents(on_rows=put, on_steps=put_steps, repair=repair)
-    records = contents.records.copy()
-    living = records["generation"] != 0
-    free = records[~living]
-    # One generation on from a key that was recorded.
-    free["generation"] = (contents.highest[~living] + 1) & ~np.uint32(1)
-    committed = records[living]
-    committed = committed[np.argsort(committed["sequence"], kind="stable")]
-    if len(committed):
-        contents.next_sequence = max(contents.next_sequence, int(committed["sequence"][-1]) + 1)
+    table = contents.table()
     of_steps = None
     if steps is not None:
-        of_steps = steps[committed["row"]][np.arange(directory.max_length) < committed["length"][:, None]]
-    restore(native, np.concatenate([committed, free]), contents.next_sequence, of_steps)
-    native.restore_max_priority(contents.max_priority)
-    native.set_counters({"inserted": len(committed)})
+        there = table[: contents.rows]
+        of_steps = steps[there["row"]][np.arange(directory.max_length) < there["length"][:, None]]
+    restore(native, table, contents.next_sequence, of_steps)
     return contents
 
 
-def _fill_parts(native: _native.Store, directory: JournalDirectory, *, repair: bool) -> JournalContents:
-    """As `fill`, of a store with axes, strings or tasks. What was claimed is due again."""
+def _fill_parts(native: _native.Store, directory: JournalDirectory, repair: bool) -> JournalContents:
     contents = directory.contents(repair=repair)
-    living = contents.records["generation"] != 0
-    rows = contents.records[living]
-    rows = rows[np.argsort(rows["sequence"], kind="stable")]
-    if len(rows):
-        contents.next_sequence = max(contents.next_sequence, int(rows["sequence"][-1]) + 1)
-    known = np.flatnonzero(~living & (contents.highest != 0))
-    free = np.zeros(len(known), ROW)
-    free["row"], free["state"] = known, FREE
-    free["generation"] = (contents.highest[known] + 1) & ~np.uint32(1)  # one on from a key that was recorded
-    try:
-        native.begin_load()
-        for parts, data, offsets in directory.read_parts(contents):
-            native.load_parts(as_bytes(parts), data, offsets)
-        native.finish_load(as_bytes(np.concatenate([rows, free])), contents.next_sequence)
-    except SchemaError as error:
-        raise JournalError(f"{directory.path} is damaged: {error}") from None
-    counters: dict[str, int] = {}
-    if contents.state is not None:
-        native.restore_task_state(contents.state["tasks"])
-        counters = renamed(contents.state["counters"], CURRENT_NAMES)
-    native.restore_max_priority(contents.max_priority)
-    # Rows have consecutive numbers: whoever inserts rows continues behind the last one that is there.
-    native.set_counters({**counters, "inserted": contents.next_sequence - 1})
+    table, parts = contents.table(), directory.read_parts(contents)
+    load_rows(native, table, parts, contents.next_sequence, directory.path, JournalError)
     return contents
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import geartrain._native as _native
 import geartrain.core.locks as locks
 from geartrain.core.arguments import shown
 from geartrain.core.json_values import entry, read_object
@@ -28,14 +29,10 @@ from geartrain.core.shared_files import listed, naming_errors
 from geartrain.core.tasks import RowPlan, plan_difference
 from geartrain.errors import JournalError
 from geartrain.store.checkpoint_format import (
-    CURRENT_NAMES,
     ROW_RECORD,
     json_checksum,
     make_directory,
     put_json,
-    renamed,
-    schema_of,
-    stored_options,
     sync_directory,
 )
 from geartrain.store.checkpoint_manifest import (
@@ -47,7 +44,6 @@ from geartrain.store.checkpoint_manifest import (
 )
 from geartrain.store.journal_format import (
     BEGIN,
-    CHECKPOINT_VERSIONS,
     FORMAT,
     GONE,
     LARGEST,
@@ -57,23 +53,21 @@ from geartrain.store.journal_format import (
     STATE,
     STEPS,
     VERSION,
-    VERSION_MAX,
-    VERSION_PARTS,
-    VERSION_STEPS,
     Frame,
     begin_of,
     frames,
     state_of,
     synced_later,
 )
-from geartrain.store.saved_parts import DONE, NOT_DONE, PART, ROW, TAKEN_BY
+from geartrain.store.saved_parts import DONE, FREE, NOT_DONE, PART, ROW, TAKEN_BY
+from geartrain.store.segment import plan_of_segment, schema_of_segment, stored_schema_of
 
 MANIFEST = "journal.json"
 LOCK = "journal.lock"
 #: While a store is filled from a journal or its checkpoint: the store's id.
 FILLING = "journal.filling"
 #: What a store must have to take a journal's rows into their places.
-_SAME = ("capacity", "priority_fraction_bits")
+_SAME = ("capacity", "priority_fraction_bits", "priority_per", "new_priority")
 _MOST_SEQUENCES = 2**63
 #: Bytes of parts that are read at once, unless one has more.
 _READ_BYTES = 32 << 20
@@ -170,6 +164,20 @@ class JournalContents:
         """Rows it holds."""
         return int(np.count_nonzero(self.records["generation"]))
 
+    def table(self) -> NDArray[Any]:
+        """All rows as a new store takes them: those that are there by their sequence, then free ones.
+
+        `next_sequence` is behind all of them.
+        """
+        living = self.records["generation"] != 0
+        rows, free = self.records[living], self.records[~living]
+        free["generation"] = (self.highest[~living] + 1) & ~np.uint32(1)  # one on from a key that was recorded
+        free["state"] = FREE
+        rows = rows[np.argsort(rows["sequence"], kind="stable")]
+        if len(rows):
+            self.next_sequence = max(self.next_sequence, int(rows["sequence"][-1]) + 1)
+        return np.concatenate([rows, free])
+
 
 class JournalDirectory:
     """A journal's directory; `lock` before anything is written to it, or cut off."""
@@ -183,16 +191,16 @@ class JournalDirectory:
         self.id = str(manifest["id"])
         #: Axes and tasks of the store; None if it has neither.
         self.plan: RowPlan | None = None
-        if manifest["version"] == VERSION_PARTS:
+        if "places" in manifest:
             self.plan = plan_of_manifest(manifest)
             self.fields, self.max_length = dict(self.plan.fields), 1
         else:
             self.fields, self.max_length = fields_of_stored(
                 (entry["name"], entry["dtype"], entry["timed"], entry["shape"]) for entry in manifest["fields"]
             )
-        self.options: dict[str, Any] = renamed(manifest["options"], CURRENT_NAMES)
+        self.options: dict[str, Any] = manifest["options"]
         self.capacity = int(self.options["capacity"])
-        self.per_step = "priority_per" in self.options
+        self.per_step = self.options["priority_per"] == "step"
         #: The checkpoint whose rows are, or were to be, the first here.
         self.origin: str | None = manifest.get("origin")
         #: Later checkpoints, of stores that were journaled here, with which it was restored.
@@ -265,17 +273,11 @@ class JournalDirectory:
                 f"{self.path} is the journal of a store with other tasks: {difference}. Use the same, or another "
                 "directory"
             )
-        for name, usual in (("priority_per", "row"), ("new_priority", "one")):
-            if options[name] != (kept := self.options.get(name, usual)):
-                raise JournalError(
-                    f"{self.path} is the journal of a store with {name}='{kept}', but '{options[name]}' was given: use "
-                    f"the same, or another directory"
-                )
         for name in _SAME:
             if options[name] != self.options[name]:
                 raise JournalError(
-                    f"{self.path} is the journal of a store with {name}={self.options[name]}, but {options[name]} was "
-                    "given: use the same, because rows return to their places"
+                    f"{self.path} is the journal of a store with {name}={self.options[name]!r}, but "
+                    f"{options[name]!r} was given: use the same, because rows return as they were, or another directory"
                 )
         if options.get("span_bytes", 0) < (least := self.options.get("span_bytes", 0)):
             raise JournalError(
@@ -580,15 +582,9 @@ def _read_pieces(
 
 
 def make_journal(
-    path: Path,
-    fields: dict[str, Field],
-    max_length: int,
-    options: dict[str, Any],
-    disk: Disk | None = None,
-    origin: str | None = None,
-    stored: dict[str, Any] | None = None,
+    path: Path, native: _native.Store, options: dict[str, Any], disk: Disk | None = None, origin: str | None = None
 ) -> JournalDirectory:
-    """The journal of a directory, which is made where there is none: to begin with the checkpoint `origin`, if any.
+    """A store's journal in a directory, which is made where there is none: to begin with a checkpoint `origin`, if any.
 
     Raises:
         JournalError: the directory holds other files, or the journal is one of another schema.
@@ -603,32 +599,32 @@ def make_journal(
                 f"{path} has files that are not of a journal ({', '.join(sorted(foreign)[:3])}): choose another "
                 "directory"
             )
-        version = VERSION_STEPS if options["priority_per"] == "step" else VERSION
-        version = VERSION_MAX if options["new_priority"] == "max" else version
         put_json(
             path / MANIFEST,
             {
                 "format": FORMAT,
-                "version": version if stored is None else VERSION_PARTS,
+                "version": VERSION,
                 "id": secrets.token_hex(16),
-                **({"fields": schema_of(fields, max_length)} if stored is None else stored),
-                "options": stored_options(options),
+                **stored_schema_of(native),
+                "options": options,
                 **({} if origin is None else {"origin": origin}),
             },
             path / f".{MANIFEST}",
         )
     journal = JournalDirectory(path, disk)
-    journal.check_matches(fields, max_length, options, None if stored is None else plan_of_manifest(stored))
+    journal.check_matches(*schema_of_segment(native), options, plan_of_segment(native))
     return journal
 
 
-def is_journal_of(path: Path, store: int, journaled: bytes | None) -> bool:
-    """Whether a store that says it is `journaled` there has its rows from, or in, the journal of a directory."""
+def is_journal_of(path: Path, native: _native.Store) -> bool:
+    """Whether a store has its rows from, or in, the journal of a directory."""
+    state = native.journal_state()
+    if state is not None and Path(os.fsdecode(state["path"])) == path:
+        return True
     try:
-        filled = (path / FILLING).read_text() == str(store)
+        return (path / FILLING).read_text() == str(native.describe()["store_id"])
     except (OSError, ValueError):
-        filled = False
-    return filled or (journaled is not None and Path(os.fsdecode(journaled)) == path)
+        return False
 
 
 def is_journal(path: Path) -> bool:
@@ -644,17 +640,16 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         if manifest.get("format") != FORMAT:
             raise JournalError(f"{path} is not the manifest of a geartrain journal")
         version = manifest.get("version")
-        if version not in (*CHECKPOINT_VERSIONS,):
+        if version != VERSION:
             raise JournalError(
-                f"{directory} has journal version {shown(version)}, but this build reads versions {VERSION} to "
-                f"{VERSION_PARTS}"
+                f"{directory} has journal version {shown(version)}, but this build reads version {VERSION}"
             )
         if checksum != json_checksum(manifest):
             raise JournalError(f"{path} is damaged: its checksum does not match")
         entry(manifest, "id", str)
         fields = check_stored_schema(manifest)
-        check_stored_options(manifest, version=CHECKPOINT_VERSIONS[version])
-        if version == VERSION_PARTS:
+        check_stored_options(manifest)
+        if "places" in manifest:
             check_stored_plan(manifest, len(fields))
         entry({"origin": "", **manifest}, "origin", str)
         if not all(isinstance(each, str) for each in entry({"later": [], **manifest}, "later", list)):

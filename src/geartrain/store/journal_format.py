@@ -1,7 +1,6 @@
 """Journal format: frames of rows, removals and priorities in segment files, each with checksums.
 
-Stores without step priorities use version 1, stores with step priorities version 2. Stores with new_priority="max" use
-version 3 in either case. Stores with axes, strings or tasks use version 4. A journal is a directory with these files:
+A journal is a directory with these files:
 
     journal.json          schema, limits, and the journal's id; written once, with its checksum
     segment-00000001.bin  frames, one after the other, each at a multiple of 64 bytes; a new file about every 64 MB
@@ -17,12 +16,14 @@ A frame is a header of 64 bytes (HEADER), then a table. A frame of rows continue
     priorities  table: a PRIORITY_RECORD for each row whose priority or count of samples has changed
     steps       with step priorities. Table: a STEPS_RECORD for each row whose steps have new priorities. Then the
                 priorities, u32 fixed point, of each row's `length` steps, one row after the other
-    largest     version 3. Table: one LARGEST_RECORD, the largest priority ever given. It precedes any frame with a
-                priority that large. A begin frame has it as well ("max_priority")
-    parts       version 4, in place of rows. Table: `count` ROW records (saved_parts.py), then `steps` PART records of
-                these rows, each as of one instant. Then the bytes of the parts, one after the other
-    state       version 4. Table: JSON with the clock, the limits and the counters of tasks ("tasks"), and the store's
-                counters ("counters"). It follows the parts of its pass. A begin frame has the last one ("state")
+    largest     Table: one LARGEST_RECORD, the largest priority ever given. It precedes any frame with a priority that
+                large. A begin frame has it as well ("max_priority")
+    parts       with axes, strings or tasks, in place of rows. Table: `count` ROW records (saved_parts.py), then
+                `steps` PART records of these rows, each as of one instant. Then the bytes of the parts, one after the
+                other
+    state       with axes, strings or tasks. Table: JSON with the clock, the limits and the counters of tasks ("tasks"),
+                and the store's counters ("counters"). It follows the parts of its pass. A begin frame has the last one
+                ("state")
 
 With step priorities, a frame of rows ends with them: u32 for each of the header's `steps`, row after row.
 
@@ -30,8 +31,8 @@ The last frame about a row holds, of parts the last one about a row's task. A pa
 before it, and parts of another generation remove all of the row's. All parts of a row that changed together are in one
 frame, so a cut never leaves a row with tasks that do not fit together. What was only appended is not there.
 
-Version 4 has rows in the order of their inserts. `next_sequence` of its frames says which inserts are whole: those with
-lower numbers are there, unless they were removed.
+With axes, strings or tasks, rows are in the order of their inserts. `next_sequence` of their frames says which inserts
+are whole: those with lower numbers are there, unless they were removed.
 
 Frames are numbered without a gap.
 
@@ -62,15 +63,7 @@ from geartrain.store.checkpoint_format import ROW_RECORD
 from geartrain.store.saved_parts import PART, ROW
 
 FORMAT = "geartrain-journal"
-VERSION = 1
-#: With priorities of steps.
-VERSION_STEPS = 2
-#: With new_priority="max", and priorities of either.
-VERSION_MAX = 3
-#: Of stores with axes, strings or tasks.
-VERSION_PARTS = 4
-#: The versions of checkpoints that have the same options.
-CHECKPOINT_VERSIONS = {VERSION: 2, VERSION_STEPS: 3, VERSION_MAX: 4, VERSION_PARTS: 5}
+VERSION = 5
 MAGIC = int.from_bytes(b"GTJRNL\x01\n", "little")
 ALIGNMENT = 64
 
@@ -244,7 +237,7 @@ def begin_of(frame: Frame, path: Path) -> dict[str, Any]:
             "store": whole_entry(content, "store", 0, 2**64 - 1),
             "path": check_text("path", content.get("path")),
             "origin": None if content.get("origin") is None else entry(content, "origin", str),
-            "max_priority": whole_entry({"max_priority": 0, **content}, "max_priority", 0, 2**32 - 1),
+            "max_priority": whole_entry(content, "max_priority", 0, 2**32 - 1),
             "state": None if content.get("state") is None else _checked_state(content["state"]),
         }
     except ValueError:
@@ -315,7 +308,6 @@ def _read_into(fd: int, memory: memoryview, offset: int) -> bool:
 
 __all__ = [
     "BEGIN",
-    "CHECKPOINT_VERSIONS",
     "FORMAT",
     "GONE",
     "GONE_RECORD",
@@ -329,9 +321,6 @@ __all__ = [
     "STEPS",
     "STEPS_RECORD",
     "VERSION",
-    "VERSION_MAX",
-    "VERSION_PARTS",
-    "VERSION_STEPS",
     "Frame",
     "begin_of",
     "block_shapes",

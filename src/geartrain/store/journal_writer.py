@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.schema import Field
-from geartrain.store.checkpoint_format import ROW_RECORD, STORED_NAMES, renamed
+from geartrain.store.checkpoint_format import ROW_RECORD
 from geartrain.store.journal_directory import JournalContents, JournalDirectory, Segment
 from geartrain.store.journal_format import (
     BEGIN,
@@ -84,7 +84,6 @@ class JournalWriter:
         self._numbers = list(range(len(fields)))
         about = native.describe()
         self._per_step = bool(about["step_priorities"])
-        self._takes_max = bool(about["max_priority"])
         self._largest = 0  # priority that the journal says was given
         self._weights = _step_weights(max_length) if self._per_step else np.zeros(0, np.uint64)
         self._row_bytes = ROW_RECORD.itemsize + sum(field.block_nbytes(max_length) for field in fields.values())
@@ -290,7 +289,7 @@ class JournalWriter:
         for name in ("sequence", "version", "priority", "length", "times_sampled"):
             table[name] = infos[name][kept]
         table["row"], table["generation"], table["inserted_at_ns"] = rows[kept], generations[kept], times[kept]
-        table["slot"] = np.arange(len(kept))
+        table["state"] = COMMITTED
         blocks = list(arrays) if whole.all() else [array[kept] for array in arrays]
         if self._per_step:
             padded = np.zeros((len(rows), steps), np.uint32)
@@ -423,10 +422,9 @@ class JournalWriter:
         number = self._segments[-1].number + 1 if self._segments else 1
         path = self._directory.segment_path(number)
         before = (self._fd, self._end, self._number)
-        begin = {"journal": self._directory.id, "segment": number, **self._store, **self._begin_content()}
         largest = self._native.max_priority
-        if self._takes_max:
-            begin["max_priority"] = largest
+        begin = {"journal": self._directory.id, "segment": number, **self._store, **self._begin_content()}
+        begin["max_priority"] = largest
         self._fd, self._end = self._disk.create(path), 0
         try:
             self._write(BEGIN, json.dumps(begin).encode())
@@ -597,7 +595,7 @@ class PartsWriter(JournalWriter):
     def _append_news(self, priorities: bool) -> int:
         # Read first: a state that is on the disk speaks of rows that are.
         counters = {name: count for name, count in self._native.counters().items() if name in _native.COUNTERS}
-        state = {"tasks": self._native.task_state(), "counters": renamed(counters, STORED_NAMES)}
+        state = {"tasks": self._native.task_state(), "counters": counters}
         whole = self._native.next_sequence()
         left = self._append_changed(whole)
         if left == 0:

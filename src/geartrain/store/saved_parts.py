@@ -5,12 +5,15 @@ A part is what one task, or the insert, has for one row (native/store/saved_reco
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+from geartrain.errors import CheckpointError, JournalError, SchemaError
 
 #: A row without its parts. `generation` is that of the key, which is odd, or an even one of a row that is not there.
 ROW = np.dtype(
@@ -63,6 +66,40 @@ def changed_parts(store: _native.Store, since: int) -> tuple[int, NDArray[Any], 
     return following, rows.reshape(-1).view(ROW), parts.reshape(-1).view(PART)
 
 
+def load_rows(
+    store: _native.Store,
+    rows: NDArray[Any],
+    contents: Iterable[tuple[NDArray[Any], NDArray[np.uint8], NDArray[np.uint64]]],
+    next_sequence: int,
+    source: Path,
+    damaged: type[CheckpointError] | type[JournalError],
+) -> None:
+    """Fills a new store with axes, strings or tasks.
+
+    Args:
+        rows: (n,) with the columns of ROW: those that are there in the order of their sequences, and free ones.
+        contents: parts (m,) with the columns of PART but the span, their bytes one behind the other, and the bounds
+            (m + 1,) of each.
+        source, damaged: where they come from, and the error where the tables contradict themselves.
+
+    Raises:
+        NoSpaceError: the spans are too few.
+    """
+    try:
+        store.begin_load()
+        for saved, content, bounds in contents:
+            parts = np.zeros(len(saved), PART)
+            for name in set(PART.names or ()) - {"span"}:
+                parts[name] = saved[name]
+            store.load_parts(as_bytes(parts), content, bounds)
+        saved_rows = np.zeros(len(rows), ROW)
+        for name in set(ROW.names or ()) - {"reserved"}:
+            saved_rows[name] = rows[name]
+        store.finish_load(as_bytes(saved_rows), next_sequence)
+    except SchemaError as error:
+        raise damaged(f"{source} is damaged: {error}") from None
+
+
 __all__ = [
     "COMMITTED",
     "DONE",
@@ -79,4 +116,5 @@ __all__ = [
     "WRITING",
     "as_bytes",
     "changed_parts",
+    "load_rows",
 ]

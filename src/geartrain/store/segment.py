@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -307,17 +307,15 @@ def plan_of_described(about: Mapping[str, Any]) -> RowPlan:
     return plan_of_stored(plain_fields, about["places"], about["axes"], about["tasks"])
 
 
-def stored_plan(native: _native.Store) -> dict[str, Any] | None:
-    """The fields, axes and tasks of a store as JSON, for manifests; None if it has neither axes nor tasks."""
+def stored_schema_of(native: _native.Store) -> dict[str, Any]:
+    """The fields of a store as JSON, for manifests; with axes, strings or tasks their numbers as well."""
     about = native.describe()
-    if "axes" not in about:
-        return None
     return {
         "fields": [
             {"name": name, "shape": list(shape), "dtype": dtype_of_code(code).name, "timed": timed}
             for name, code, shape, timed in about["fields"]
         ],
-        **{name: [list(each) for each in about[name]] for name in ("places", "axes", "tasks")},
+        **{name: [list(each) for each in about[name]] for name in ("places", "axes", "tasks") if name in about},
     }
 
 
@@ -405,16 +403,11 @@ def remove_unused(name: str, trust: Trust = "user") -> None:
         )
 
 
-def remove_journaled(name: str, journal: Path, trust: Trust = "user") -> None:
-    """Removes the segment of that name if no process uses it, and it is the journal's or has no rows."""
-    from geartrain.store.journal_directory import is_journal_of
-
+def remove_left(name: str, is_mine: Callable[[_native.Store], bool], trust: Trust = "user") -> None:
+    """Removes the segment of that name if no process uses it, and it is the caller's or has no rows."""
     try:
         peeked = peek(name, trust)
-        state = peeked.journal_state()
-        store, journaled = int(peeked.describe()["store_id"]), None if state is None else state["path"]
-        known = is_journal_of(journal, store, journaled) or not _has_rows(peeked)
-        if known and not peeked.live_clients():
+        if (is_mine(peeked) or not _has_rows(peeked)) and not peeked.live_clients():
             peeked.unlink()
     except StoreError:  # none, or none to be removed: creating one says so
         return

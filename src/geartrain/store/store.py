@@ -70,7 +70,7 @@ from geartrain.store.segment import (
     peek,
     plan_of_segment,
     read_only,
-    remove_journaled,
+    remove_left,
     remove_unused,
     remover_of,
     schema_of_segment,
@@ -472,7 +472,7 @@ class Store(TaskedRows):
         if create == "replace":
             remove_unused(named, trust)
         elif wanted is not None:
-            remove_journaled(named, wanted.path, trust)
+            remove_left(named, wanted.is_of, trust)
         limits = {key: value for key, value in found.options.items() if key != "persist"}
         if found.plan is None:
             store = cls.create(named, found.fields, max_length=found.max_length, **{**limits, **options})

@@ -110,9 +110,10 @@ class StoredRows(Closing, elsewhere="open the store there"):
             self.name = str(source.directory)
         else:
             raise ArgumentError(f"rows come from a Store, a checkpoint or the name of either, found {source!r}")
-        if isinstance(source, Store) and source.plan is not None:
+        if source.plan is not None:
             self.close()
-            source.check_plain("it cannot be exported yet")
+            kind = "tasks" if source.plan.tasks else "axes"
+            raise ArgumentError(f"the store {self.name!r} has {kind}: it cannot be exported yet")
         self.split = shares_rows(source.fields)
         self.fields = {name: field for name, field in source.fields.items() if not (self.split and name == EPISODES)}
         self.max_length = source.max_length

@@ -368,7 +368,7 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
 
     with Checkpoint(directory) as found:
         manifest, size, shared, plan = found.manifest, found.nbytes, found.shared_nbytes, found.plan
-        states = None if plan is None else found.listed_rows()["state"]
+        states = None if plan is None else found.records()["state"]
     if as_json:
         sys.stdout.write(json.dumps(manifest, indent=1) + "\n")
         return
