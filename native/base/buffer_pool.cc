@@ -1,6 +1,5 @@
 #include "base/buffer_pool.h"
 
-#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -10,16 +9,15 @@
 #include <cstring>
 #include <iterator>
 #include <map>
-#include <mutex>
 #include <unordered_map>
 
 #include "base/errors.h"
+#include "base/lifetime.h"
 
 namespace geartrain {
 namespace {
 
-struct Buffers {
-  std::mutex mutex;
+struct Buffers : ForkSafe {
   // By size; of one size the one that returned last comes first. Its lines and page translations are still in the
   // caches: with five buffers of 1.1 MB in the pool, the oldest first, 32 Atari transitions took 10 us longer.
   std::multimap<size_t, void*> kept;
@@ -27,18 +25,6 @@ struct Buffers {
   size_t largest = 0;
   PoolCounts counts{};
 };
-
-Buffers& the_buffers() {
-  static auto* pool = [] {
-    auto* made = new Buffers();  // never deleted: arrays may be returned while the process exits
-    // A fork must not leave the child a lock whose holder does not exist there.
-    static Buffers* of_process = made;
-    ::pthread_atfork([] { of_process->mutex.lock(); }, [] { of_process->mutex.unlock(); },
-                     [] { of_process->mutex.unlock(); });
-    return made;
-  }();
-  return *pool;
-}
 
 constexpr size_t kSmallUnit = size_t{1} << 16, kHugePage = size_t{2} << 20;
 
@@ -70,7 +56,7 @@ void* map_buffer(size_t size) {
 void* take_buffer(size_t bytes) {
   if (bytes > PTRDIFF_MAX / 2) fail(ErrorKind::no_space, "no memory for a batch of ", bytes, " bytes");
   const size_t size = room_for(bytes);
-  Buffers& pool = the_buffers();
+  auto& pool = of_process<Buffers>();
   {
     std::lock_guard lock(pool.mutex);
     const auto found = pool.kept.lower_bound(size);
@@ -97,7 +83,7 @@ void* take_buffer(size_t bytes) {
 }
 
 void give_buffer(void* buffer) noexcept {
-  Buffers& pool = the_buffers();
+  auto& pool = of_process<Buffers>();
   std::lock_guard lock(pool.mutex);
   const auto found = pool.in_use.find(buffer);
   if (found == pool.in_use.end()) return;
@@ -121,7 +107,7 @@ void give_buffer(void* buffer) noexcept {
 }
 
 PoolCounts pool_counts() {
-  Buffers& pool = the_buffers();
+  auto& pool = of_process<Buffers>();
   std::lock_guard lock(pool.mutex);
   return pool.counts;
 }

@@ -13,6 +13,7 @@ class Deadline {
   static Deadline after(double seconds) { return Deadline(monotonic_ns() + ns_of(seconds)); }
   // In time.monotonic().
   static Deadline at(double seconds) { return Deadline(ns_of(seconds)); }
+  static Deadline never() { return Deadline(uint64_t{1} << 62); }
   uint64_t left_ns() const {
     const uint64_t now = monotonic_ns();
     return at_ns_ > now ? at_ns_ - now : 0;

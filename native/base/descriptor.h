@@ -2,27 +2,23 @@
 //
 // A connection that a forked child inherits would be two processes reading one stream, and its end would not be seen
 // by the peer while either lives. So a child closes every Descriptor of its parent at the fork, before any other code
-// runs in it, and forks() lets objects made before the fork detect that they are the parent's. Any thread.
+// runs in it. Any thread.
 #pragma once
 
-#include <cstdint>
 #include <utility>
 
-namespace geartrain {
+#include "base/lifetime.h"
 
-// The number of forks between this process and the one that loaded the library. They are counted from the first
-// Descriptor on, or from count_forks().
-uint64_t forks();
-void count_forks();
+namespace geartrain {
 
 class Descriptor {
  public:
   Descriptor() = default;
   explicit Descriptor(int fd);  // takes ownership; a negative one is none
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)), forks_(other.forks_) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)), owned_(other.owned_) {}
   Descriptor& operator=(Descriptor&& other) noexcept {
     std::swap(fd_, other.fd_);
-    std::swap(forks_, other.forks_);
+    std::swap(owned_, other.owned_);
     return *this;
   }
   ~Descriptor() { reset(); }
@@ -33,8 +29,12 @@ class Descriptor {
  private:
   friend class ListeningSocket;
   int fd_ = -1;
-  uint64_t forks_ = 0;
+  Owned owned_;
 };
+
+// An eventfd: what wakes a thread that sleeps in an epoll, here or in another process. Throws os.
+Descriptor make_bell();
+void ring_bell(const Descriptor& bell);
 
 // A socket that listens until it is reset or dropped. From then on no copy of it does, not that of a child which was
 // forked just now and has not closed its own yet, nor that of one between vfork and exec: nobody is accepted by a

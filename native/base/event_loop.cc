@@ -3,15 +3,12 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <system_error>
 
-#include "base/blocked_signals.h"
 #include "base/clock.h"
 #include "base/condition_variable.h"
 #include "base/errors.h"
@@ -29,43 +26,23 @@ constexpr int kLastLooks = 4;
 
 }  // namespace
 
-EventLoop::Turn::Turn(EventLoop* loop) : forks_(forks()), loop_(loop) {}
-
 EventLoop::EventLoop(const char* name, Failed failed)
-    : forks_(forks()), failed_(std::move(failed)), turn_(new Turn(this)) {
-  epoll_ = Descriptor(::epoll_create1(EPOLL_CLOEXEC));
-  wake_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!epoll_ || !wake_) fail(ErrorKind::os, "cannot make an epoll or an eventfd: ", std::strerror(errno));
+    : epoll_(::epoll_create1(EPOLL_CLOEXEC)), wake_(make_bell()), failed_(std::move(failed)), turn_(new Turn(this)) {
+  if (!epoll_) fail(ErrorKind::os, "cannot make an epoll: ", std::strerror(errno));
   watch(wake_.get(), EPOLLIN, nullptr);
-  const BlockedSignals blocked;
-  try {
-    thread_ = std::make_unique<std::thread>([this, name] { run(name); });
-  } catch (const std::system_error& error) {
-    fail(ErrorKind::os, "cannot start a thread: ", error.what());
-  }
+  thread_.start("a group's thread", [this, name] { run(name); });
 }
 
 EventLoop::~EventLoop() {
   stop();
 }
 
-bool EventLoop::forked() const {
-  return forks_ != forks();
-}
-
-void EventLoop::wake() {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
-}
-
 // False when the loop has stopped.
 bool EventLoop::push(std::function<void()> task) {
-  if (forked()) {
-    fail(ErrorKind::hung_up, "this group belongs to the process that this one was forked from; make one here");
-  }
+  life_.check_process();
   {
     std::lock_guard lock(mutex_);
-    if (stopping_) return false;
+    if (life_.closed()) return false;
     tasks_.push_back(std::move(task));
   }
   posted_.store(true);
@@ -114,20 +91,22 @@ bool EventLoop::call(const std::function<void()>& what) {
 
 void EventLoop::stop() {
   if (forked()) {
-    static_cast<void>(thread_.release());  // a forked child never had it
     turn_->loop_.store(nullptr);
     return;
   }
-  std::call_once(stopped_, [this] {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    posted_.store(true);
-    wake();
-    thread_->join();
-    thread_.reset();
-  });
+  bool first;
+  {
+    std::lock_guard lock(mutex_);
+    first = life_.close();
+  }
+  if (!first) {
+    life_.wait_until_left();
+    return;
+  }
+  posted_.store(true);
+  wake();
+  thread_.join();
+  life_.left();
 }
 
 void EventLoop::watch(int fd, uint32_t events, Handler* handler) {
@@ -167,7 +146,7 @@ bool EventLoop::run_tasks() {
   {
     std::lock_guard lock(mutex_);
     tasks.swap(tasks_);
-    stopping = stopping_;
+    stopping = life_.closed();
   }
   for (const auto& task : tasks) guarded(task);
   return stopping;
@@ -211,7 +190,7 @@ void EventLoop::spin(double spin_us) {
 // --- in the place of the loop's thread ------------------------------------------------------------------------------
 
 void EventLoop::Turn::run_until(const std::atomic<bool>& done, Deadline until) {
-  if (forks_ != forks()) return;
+  if (owned_.forked()) return;
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return;
   if (EventLoop* const loop = loop_.load(); loop != nullptr) loop->drive(&done, until, false);

@@ -29,12 +29,12 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "base/core_turns.h"
 #include "base/deadline.h"
 #include "base/descriptor.h"
+#include "base/lifetime.h"
 #include "base/patience.h"
 #include "base/stage_clock.h"
 #include "base/threads.h"
@@ -74,8 +74,8 @@ class EventLoop {
 
    private:
     friend class EventLoop;
-    explicit Turn(EventLoop* loop);
-    const uint64_t forks_;
+    explicit Turn(EventLoop* loop) : loop_(loop) {}
+    const Owned owned_;
     std::mutex mutex_;
     std::atomic<uint32_t> claims_{0};  // of the loop's own thread
     std::atomic<EventLoop*> loop_;     // null once it has ended
@@ -98,7 +98,7 @@ class EventLoop {
   // Runs what was posted before, then ends the thread. Not from the loop's own thread.
   void stop();
   // Whether this process was forked from the one that the loop runs in.
-  bool forked() const;
+  bool forked() const { return life_.forked(); }
   const std::shared_ptr<Turn>& turn() const { return turn_; }
   // A descriptor that wakes the loop when it becomes readable: passed to peers that share memory with it.
   int wake_descriptor() const { return wake_.get(); }
@@ -130,7 +130,7 @@ class EventLoop {
 
  private:
   void run(const char* name) noexcept;
-  void wake();
+  void wake() { ring_bell(wake_); }
   bool push(std::function<void()> task);
   void drive(const std::atomic<bool>* done, Deadline until, bool soon);
   bool drive_until(const std::atomic<bool>* done, Deadline until);
@@ -149,11 +149,10 @@ class EventLoop {
   void guarded(Act&& act);
 
   Descriptor epoll_, wake_;
-  const uint64_t forks_;
   const Failed failed_;
   std::mutex mutex_;
   std::vector<std::function<void()>> tasks_;
-  bool stopping_ = false;
+  Lifetime life_{"group"};
   std::atomic<bool> sleeping_{false}, posted_{false};
   const std::shared_ptr<Turn> turn_;
   // Of who has the turn.
@@ -168,8 +167,7 @@ class EventLoop {
   StageClock stages_;
   bool driven_ = false;
   bool deaf_ = false;  // `wake_` is not reported to the loop's thread, but to who runs it in its place
-  std::once_flag stopped_;
-  std::unique_ptr<std::thread> thread_;
+  OwnThread thread_;
 };
 
 }  // namespace geartrain

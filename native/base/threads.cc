@@ -1,19 +1,16 @@
 #include "base/threads.h"
 
-#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
 #include <atomic>
 #include <deque>
 #include <mutex>
-#include <system_error>
-#include <thread>
-#include <vector>
 
-#include "base/blocked_signals.h"
 #include "base/clock.h"
 #include "base/condition_variable.h"
+#include "base/errors.h"
+#include "base/lifetime.h"
 #include "base/patience.h"
 
 namespace geartrain {
@@ -76,7 +73,7 @@ class ThreadPool {
       std::lock_guard lock(mutex_);
       try {
         if (workers_ < wanted) add_workers(wanted);
-      } catch (const std::system_error&) {
+      } catch (const Error&) {
         // No more threads can be had: those that are there, and the caller, do it all.
       }
       gap_ns_ = job.began_ns - std::min(job.began_ns, ended_ns_);
@@ -104,8 +101,7 @@ class ThreadPool {
 
  private:
   void add_workers(unsigned wanted) {
-    const BlockedSignals blocked;
-    for (; workers_ < wanted; ++workers_) std::thread([this] { serve(); }).detach();
+    for (; workers_ < wanted; ++workers_) threads_.emplace_back().start("a thread of the pool", [this] { serve(); });
   }
 
   void serve() {
@@ -150,27 +146,13 @@ class ThreadPool {
   std::mutex mutex_;
   ConditionVariable work_ready_, done_;
   std::deque<Job*> jobs_;
+  std::deque<OwnThread> threads_;
   unsigned workers_ = 0;
   unsigned polling_ = 0, called_ = 0;  // workers that poll; that poll, and have been given a job
   // When a job ended last, and how long it took; how long after the one before it the last one came.
   uint64_t ended_ns_ = 0, took_ns_ = 0, gap_ns_ = 0;
   std::atomic<uint64_t> calls_{0};  // jobs posted
 };
-
-// Never destroyed: its threads may outlive main. A forked child has none of the threads, so it starts afresh.
-std::atomic<ThreadPool*> pool{nullptr};
-
-ThreadPool& the_threads() {
-  static std::once_flag once;
-  std::call_once(once, [] { ::pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr); }); });
-  ThreadPool* current = pool.load();
-  if (current == nullptr) {
-    auto* fresh = new ThreadPool();
-    if (pool.compare_exchange_strong(current, fresh)) return *fresh;
-    delete fresh;
-  }
-  return *current;
-}
 
 }  // namespace
 
@@ -184,7 +166,7 @@ void parallel_for(size_t count, size_t grain, unsigned threads, void (*body)(voi
   } else {
     job.began_ns = monotonic_ns();
     job.caller_core = ::sched_getcpu();
-    the_threads().run(job);
+    of_this_process<ThreadPool>().run(job);
   }
 }
 

@@ -5,9 +5,6 @@
 #include <cmath>
 #include <thread>
 
-#include "collectives/closing.h"
-#include "collectives/group_side.h"
-
 namespace geartrain {
 namespace {
 
@@ -101,216 +98,151 @@ Shape checked(const GroupOptions& options, Shape shape, const std::vector<Segmen
   return shape;
 }
 
-class Group::Body final {
- public:
-  explicit Body(GroupOptions options)
-      : options_(std::move(options)),
-        side_(options_, loop_, [this] { redial_.start(); }),
-        redial_(options_, loop_,
-                {.wanted = [this] { return side_.wanted(); },
-                 .reached = [this](uint32_t member, Dialled dialled) { side_.reached(member, std::move(dialled)); }}),
-        loop_("geartrain group", [this](const std::exception& error) { members_.failed(error); }) {
-    members_.open();
-    loop_.post([this] {
-      loop_.on_time([this] { return side_.on_time(); });
-      loop_.poll_while([this] { return !operations_.works().empty() && members_.one_host(); });
-      loop_.spin(options_.spin_us);
-    });
-  }
-
-  ~Body() {
-    members_.close();
-    if (!loop_.forked()) redial_.stop();
-    loop_.stop();
-    // A forked child has none of the threads, and any lock may have been held by one of them.
-    if (loop_.forked()) return;
-    members_.drop_peers();
-    members_.end({FaultKind::closed, "the group was closed", {}}, false);
-    operations_.finish_all();
-    members_.drop_acceptor();
-  }
-
-  Membership& members() { return members_; }
-  ReducerEvents& reducer_events() { return side_.reducer_events(); }
-
-  std::shared_ptr<Work> all_reduce(const Shape& shape, const void* in, void* out, double timeout_s, bool soon) {
-    if (!reduces(shape.op, shape.dtype)) {
-      fail(ErrorKind::argument, "there is no ", geartrain::name_of(shape.op), " of ", geartrain::name_of(shape.dtype));
-    }
-    if (shape.wire != shape.dtype && (shape.dtype != Dtype::float32 || !convertible(shape.dtype, shape.wire))) {
-      fail(ErrorKind::argument, geartrain::name_of(shape.dtype), " cannot be sent as ", geartrain::name_of(shape.wire));
-    }
-    Shape asked = shape;
-    asked.algorithm = options_.ring;
-    return post(
-        std::make_shared<Work>(asked, static_cast<const std::byte*>(in), static_cast<std::byte*>(out), timeout_s),
-        asked.wire_bytes(), soon);
-  }
-
-  std::shared_ptr<Work> run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
-                            double timeout_s, bool soon) {
-    if (!reduces(shape.op, shape.dtype)) {
-      fail(ErrorKind::argument, "there is no ", geartrain::name_of(shape.op), " of ", geartrain::name_of(shape.dtype));
-    }
-    Shape asked = checked(options_, shape, sends, receives);
-    if (asked.collective == Collective::broadcast && members_.one_host()) {
-      asked.collective = Collective::one_host_broadcast;
-    }
-    const uint64_t bytes = std::max(elements_of(sends), elements_of(receives)) * bytes_of(asked.dtype);
-    auto work = std::make_shared<Work>(asked, std::move(sends), std::move(receives), timeout_s);
-    if (options_.world > 1 || shape.collective != Collective::broadcast) return post(work, bytes, soon);
-    work->finish();  // it has no recipients
-    return work;
-  }
-
-  // The order of the posts is that of the numbers.
-  std::shared_ptr<Work> post(const std::shared_ptr<Work>& work, uint64_t bytes, bool soon) {
-    if (!loop_.forked() && closing_.begun()) fail(ErrorKind::hung_up, "the group was closed");
-    const bool shared = members_.one_host() && options_.reducers.empty();
-    if (shared) work->turn = loop_.turn();
-    const bool here = shared && (soon || bytes <= kSmallBytes);
-    const auto task = [this, work] { side_.begin(work); };
-    if (!(here ? loop_.post_here(task, soon) : loop_.post(task))) fail(ErrorKind::hung_up, "the group was closed");
-    return work;
-  }
-
-  void spin(double spin_us) {
-    if (!loop_.call([&] { loop_.spin(spin_us); })) fail(ErrorKind::hung_up, "the group was closed");
-  }
-
-  void profile(bool on) {
-    const auto act = [&] { on ? loop_.stages().start() : loop_.stages().stop(); };
-    if (!loop_.call(act)) fail(ErrorKind::hung_up, "the group was closed");
-  }
-
-  GroupCounts counts() {
-    GroupCounts out;
-    const bool open = loop_.call([&] {
-      members_.count(&out);
-      operations_.count(&out);
-      out.stages = loop_.stages().times();
-    });
-    if (!open) fail(ErrorKind::hung_up, "the group was closed");
-    out.refused = members_.refused();
-    return out;
-  }
-
-  void abort(const std::string& reason) {
-    loop_.call([&] {
-      members_.end(
-          {FaultKind::aborted, "rank " + std::to_string(options_.rank) + " aborted: " + reason, {options_.rank}});
-    });
-  }
-
-  void close(Deadline deadline) {
-    if (loop_.forked() || !closing_.enter(deadline)) return;
-    redial_.stop();
-    try {
-      leave();
-    } catch (const std::exception&) {
-      // Memory runs out: then without a word.
-    }
-    members_.close();
-    loop_.stop();
-    members_.drop_peers();  // the others see the end now, and not when this is destroyed
-    closing_.leave();
-  }
-
- private:
-  // While `waiting` is true, which is called on the loop; until the deadline of close().
-  void wait_while(const std::function<bool()>& waiting) {
-    for (bool again = true; again && !closing_.deadline().passed();) {
-      if (!loop_.call([&] { again = waiting(); })) return;
-      if (again) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  }
-
-  void leave() {
-    const Deadline moment = Deadline::after(kMomentS);
-    // What other ranks still wait for is sent first. An operation in progress may wait for ever.
-    wait_while([&] {
-      if (members_.over()) return false;
-      const auto& works = operations_.works();
-      if (!works.empty() && moment.passed()) return false;
-      bool waiting = !works.empty() || operations_.serves();
-      members_.for_each_open([&](const Peer& peer) { waiting |= !peer.drained(); });
-      return waiting;
-    });
-    loop_.call([&] {
-      if (operations_.works().empty()) operations_.tell_complete();
-    });
-    wait_while([&] { return !members_.over() && operations_.works().empty() && !operations_.all_complete(); });
-    loop_.call([&] { side_.leave(); });
-    const Deadline last = Deadline::after(kMomentS);
-    wait_while([&] {
-      bool waiting = false;
-      members_.for_each_open([&](const Peer& peer) { waiting |= !peer.drained(); });
-      return waiting && !last.passed();
-    });
-  }
-
-  const GroupOptions options_;
-  Closing closing_;
-  // The loop's.
-  GroupSide side_;
-  Membership& members_ = side_.members();
-  Operations& operations_ = side_.operations();
-  Redial redial_;
-
-  EventLoop loop_;  // the last: nothing of the above is used once it has stopped
-};
-
-Group::Group(const GroupOptions& options) : body_(std::make_unique<Body>(checked(options))) {}
-
-Group::~Group() = default;
-
-const std::string& Group::address() const {
-  return body_->members().address();
+Group::Group(const GroupOptions& options)
+    : options_(checked(options)),
+      side_(options_, loop_, [this] { redial_.start(); }),
+      redial_(options_, loop_,
+              {.wanted = [this] { return side_.wanted(); },
+               .reached = [this](uint32_t member, Dialled dialled) { side_.reached(member, std::move(dialled)); }}),
+      loop_("geartrain group", [this](const std::exception& error) { members_.failed(error); }) {
+  members_.open();
+  loop_.post([this] {
+    loop_.on_time([this] { return side_.on_time(); });
+    loop_.poll_while([this] { return !operations_.works().empty() && members_.one_host(); });
+    loop_.spin(options_.spin_us);
+  });
 }
 
-void Group::connect(const std::vector<std::string>& addresses, Deadline deadline) {
-  body_->members().connect(addresses, deadline);
+Group::~Group() {
+  members_.close();
+  if (life_.forked()) return;  // any lock may have been held by one of the parent's threads
+  redial_.stop();
+  loop_.stop();
+  members_.drop_peers();
+  members_.end({FaultKind::closed, "the group was closed", {}}, false);
+  operations_.finish_all();
+  members_.drop_acceptor();
 }
 
 std::shared_ptr<Work> Group::all_reduce(const Shape& shape, const void* in, void* out, double timeout_s, bool soon) {
-  return body_->all_reduce(shape, in, out, timeout_s, soon);
+  if (!reduces(shape.op, shape.dtype)) {
+    fail(ErrorKind::argument, "there is no ", geartrain::name_of(shape.op), " of ", geartrain::name_of(shape.dtype));
+  }
+  if (shape.wire != shape.dtype && (shape.dtype != Dtype::float32 || !convertible(shape.dtype, shape.wire))) {
+    fail(ErrorKind::argument, geartrain::name_of(shape.dtype), " cannot be sent as ", geartrain::name_of(shape.wire));
+  }
+  Shape asked = shape;
+  asked.algorithm = options_.ring;
+  return post(std::make_shared<Work>(asked, static_cast<const std::byte*>(in), static_cast<std::byte*>(out), timeout_s),
+              asked.wire_bytes(), soon);
 }
 
 std::shared_ptr<Work> Group::run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
                                  double timeout_s, bool soon) {
-  return body_->run(shape, std::move(sends), std::move(receives), timeout_s, soon);
+  if (!reduces(shape.op, shape.dtype)) {
+    fail(ErrorKind::argument, "there is no ", geartrain::name_of(shape.op), " of ", geartrain::name_of(shape.dtype));
+  }
+  Shape asked = checked(options_, shape, sends, receives);
+  if (asked.collective == Collective::broadcast && members_.one_host()) {
+    asked.collective = Collective::one_host_broadcast;
+  }
+  const uint64_t bytes = std::max(elements_of(sends), elements_of(receives)) * bytes_of(asked.dtype);
+  auto work = std::make_shared<Work>(asked, std::move(sends), std::move(receives), timeout_s);
+  if (options_.world > 1 || shape.collective != Collective::broadcast) return post(work, bytes, soon);
+  work->finish();  // it has no recipients
+  return work;
+}
+
+// The order of the posts is that of the numbers.
+std::shared_ptr<Work> Group::post(const std::shared_ptr<Work>& work, uint64_t bytes, bool soon) {
+  life_.check();
+  const bool shared = members_.one_host() && options_.reducers.empty();
+  if (shared) work->turn = loop_.turn();
+  const bool here = shared && (soon || bytes <= kSmallBytes);
+  const auto task = [this, work] { side_.begin(work); };
+  if (!(here ? loop_.post_here(task, soon) : loop_.post(task))) life_.refuse();
+  return work;
+}
+
+// Throws hung_up where the loop has stopped.
+void Group::on_loop(const std::function<void()>& act) {
+  if (!loop_.call(act)) life_.refuse();
 }
 
 void Group::spin(double spin_us) {
-  body_->spin(spin_us);
+  on_loop([&] { loop_.spin(spin_us); });
 }
 
 void Group::profile(bool on) {
-  body_->profile(on);
+  on_loop([&] { on ? loop_.stages().start() : loop_.stages().stop(); });
 }
 
 GroupCounts Group::counts() {
-  return body_->counts();
-}
-
-std::vector<std::string> Group::reducer_events(size_t most) {
-  return body_->reducer_events().take(most);
-}
-
-Fault Group::fault() const {
-  return body_->members().fault();
-}
-
-std::string Group::name_of(uint32_t member) const {
-  return body_->members().name_of(member);
+  GroupCounts out;
+  on_loop([&] {
+    members_.count(&out);
+    operations_.count(&out);
+    out.stages = loop_.stages().times();
+  });
+  out.refused = members_.refused();
+  return out;
 }
 
 void Group::abort(const std::string& reason) {
-  body_->abort(reason);
+  loop_.call([&] {
+    members_.end(
+        {FaultKind::aborted, "rank " + std::to_string(options_.rank) + " aborted: " + reason, {options_.rank}});
+  });
 }
 
 void Group::close(Deadline deadline) {
-  body_->close(deadline);
+  if (life_.forked()) return;
+  if (!life_.close(deadline)) {
+    life_.wait_until_left();
+    return;
+  }
+  redial_.stop();
+  try {
+    leave();
+  } catch (const std::exception&) {
+    // Memory runs out: then without a word.
+  }
+  members_.close();
+  loop_.stop();
+  members_.drop_peers();  // the others see the end now, and not when this is destroyed
+  life_.left();
+}
+
+// While `waiting` is true, which is called on the loop; until the deadline of close().
+void Group::wait_while(const std::function<bool()>& waiting) {
+  for (bool again = true; again && !life_.deadline().passed();) {
+    if (!loop_.call([&] { again = waiting(); })) return;
+    if (again) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+void Group::leave() {
+  const Deadline moment = Deadline::after(kMomentS);
+  // What other ranks still wait for is sent first. An operation in progress may wait for ever.
+  wait_while([&] {
+    if (members_.over()) return false;
+    const auto& works = operations_.works();
+    if (!works.empty() && moment.passed()) return false;
+    bool waiting = !works.empty() || operations_.serves();
+    members_.for_each_open([&](const Peer& peer) { waiting |= !peer.drained(); });
+    return waiting;
+  });
+  loop_.call([&] {
+    if (operations_.works().empty()) operations_.tell_complete();
+  });
+  wait_while([&] { return !members_.over() && operations_.works().empty() && !operations_.all_complete(); });
+  loop_.call([&] { side_.leave(); });
+  const Deadline last = Deadline::after(kMomentS);
+  wait_while([&] {
+    bool waiting = false;
+    members_.for_each_open([&](const Peer& peer) { waiting |= !peer.drained(); });
+    return waiting && !last.passed();
+  });
 }
 
 }  // namespace geartrain

@@ -26,13 +26,13 @@
 // a word to the others but the end of its connections; no array is touched after it. A forked child may only destroy.
 #pragma once
 
+#include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
-#include "collectives/group_options.h"
-#include "collectives/work.h"
+#include "base/lifetime.h"
+#include "collectives/group_side.h"
 
 namespace geartrain {
 
@@ -43,9 +43,9 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  const std::string& address() const;
+  const std::string& address() const { return members_.address(); }
   // Throws timed_out, not_viable, untrusted, with the members that are missing and why; hung_up after close().
-  void connect(const std::vector<std::string>& addresses, Deadline deadline);
+  void connect(const std::vector<std::string>& addresses, Deadline deadline) { members_.connect(addresses, deadline); }
 
   // Never blocks. Throws argument for invalid shapes, hung_up after close().
   // `soon`: this thread waits for it next.
@@ -63,12 +63,12 @@ class Group {
   // Measures where the time goes from now on (GroupCounts::stages), or stops. Throws hung_up after close().
   void profile(bool on);
   GroupCounts counts();  // throws hung_up after close()
-  // What has become of reducers since the last call, the oldest first (reducer_events.h); at most so many. Also after
+  // What has become of reducers since the last call, the oldest first (takeover.h); at most so many. Also after
   // close().
-  std::vector<std::string> reducer_events(size_t most = ~size_t{0});
+  std::vector<std::string> reducer_events(size_t most = ~size_t{0}) { return side_.reducer_events().take(most); }
   // The fault that ended the group; kind none while it lives.
-  Fault fault() const;
-  std::string name_of(uint32_t member) const;  // "rank 2", "reducer host:port"
+  Fault fault() const { return members_.fault(); }
+  std::string name_of(uint32_t member) const { return members_.name_of(member); }  // "rank 2", "reducer host:port"
   // Ends the group on all ranks, with that reason. Nothing after close().
   void abort(const std::string& reason);
   // Leaves the group: what other ranks still need of this one as an owner is sent first, within the deadline; and
@@ -76,8 +76,20 @@ class Group {
   void close(Deadline deadline);
 
  private:
-  class Body;
-  std::unique_ptr<Body> body_;
+  std::shared_ptr<Work> post(const std::shared_ptr<Work>& work, uint64_t bytes, bool soon);
+  void on_loop(const std::function<void()>& act);
+  void wait_while(const std::function<bool()>& waiting);
+  void leave();
+
+  const GroupOptions options_;
+  Lifetime life_{"group"};
+  // The loop's.
+  GroupSide side_;
+  Membership& members_ = side_.members();
+  Operations& operations_ = side_.operations();
+  Redial redial_;
+
+  EventLoop loop_;  // the last: nothing of the above is used once it has stopped
 };
 
 }  // namespace geartrain

@@ -260,8 +260,7 @@ class RingLink final : public Link {
   void wake(std::atomic<uint32_t>* sleeps) {
     const StageClock::Scope scope(stages_, Stage::wake);
     sleeps->store(0, std::memory_order_relaxed);
-    const uint64_t one = 1;
-    [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
+    ring_bell(wake_);
   }
 
   // A process that is gone has withdrawn everything; its socket reports it.

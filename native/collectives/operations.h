@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "collectives/membership.h"
-#include "collectives/reducer_events.h"
 #include "collectives/ring_allreduce.h"
 #include "collectives/sharded_allreduce.h"
 #include "collectives/share_owner.h"

@@ -22,6 +22,10 @@
 // One thread, the loop's.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -30,8 +34,6 @@
 
 #include "collectives/chunk_buffer.h"
 #include "collectives/congestion_window.h"
-#include "collectives/eager_results.h"
-#include "collectives/kept_results.h"
 #include "collectives/peer.h"
 #include "collectives/protocol.h"
 #include "collectives/work.h"
@@ -44,6 +46,89 @@ constexpr uint64_t kWholeBytes = 16 << 10;  // arrays up to this size are not di
 // 16 elements; an array of at most kWholeBytes belongs to one of the members that have a share, by the operation's
 // number.
 std::vector<uint64_t> divide_array(uint64_t count, Dtype wire, std::span<const double> shares, uint64_t operation);
+
+// Eager results: what an owner sends of an operation that this rank has not begun. It is kept until then, so that the
+// link of a rank that begins last is not idle until the others know that it has begun.
+//
+// One owner's, of one operation at a time, kEagerBytes at most: anything else ends its connection.
+class EagerResults {
+ public:
+  // The destination of the next one, which took() is called for when it is there. Throws frame.
+  std::span<std::byte> room(ChunkBufferPool& blocks, const WireHeader& result) {
+    const uint64_t within = bytes_ % kChunkBytes;
+    if ((bytes_ != 0 && result.operation != operation_) || result.offset != bytes_ || result.bytes == 0 ||
+        within + result.bytes > kChunkBytes || bytes_ + result.bytes > kEagerBytes) {
+      fail(ErrorKind::frame, "it sent ", result.bytes, " bytes at ", result.offset, " of operation ", result.operation,
+           ", which was not begun here, where ", bytes_, " are of operation ", operation_);
+    }
+    if (within == 0) blocks_.emplace_back(blocks);
+    operation_ = result.operation;
+    arriving_ = true;
+    return {blocks_.back().data() + within, result.bytes};
+  }
+  void took(const WireHeader& result) {
+    bytes_ += result.bytes;
+    arriving_ = false;
+  }
+  bool arriving() const { return arriving_; }
+  uint64_t operation() const { return operation_; }
+  uint64_t bytes() const { return bytes_; }
+  bool of(uint64_t operation) const { return bytes_ != 0 && operation_ == operation; }
+  void copy(std::byte* to) const {
+    for (uint64_t at = 0; at < bytes_; at += kChunkBytes) {
+      std::memcpy(to + at, blocks_[at / kChunkBytes].data(), std::min<uint64_t>(kChunkBytes, bytes_ - at));
+    }
+  }
+  void clear() {
+    blocks_.clear();
+    bytes_ = 0;
+  }
+
+ private:
+  uint64_t operation_ = 0, bytes_ = 0;
+  bool arriving_ = false;  // a result whose bytes are not all there
+  std::vector<ChunkBufferRef> blocks_;
+};
+
+// Results of one reducer, in the order in which it sends them, over all operations: the last ones, for ranks that lose
+// it before they have them. They arrive here, and are copied to their places when a frame is complete, so that a frame
+// that is cut off leaves the caller's numbers as they are.
+//
+// A rank runs no further than a window ahead of the results that it got, and nothing is reduced that one rank has not
+// sent: no rank has more than a window of results that another one lacks.
+class KeptResults {
+ public:
+  // What ranks may differ by, with a window of so many bytes.
+  static constexpr uint64_t reach(uint64_t window_bytes) { return window_bytes + 2 * kChunkBytes; }
+
+  // The memory is not touched before it is needed.
+  explicit KeptResults(uint64_t window_bytes)
+      : size_(reach(window_bytes) + kChunkBytes), memory_(new std::byte[size_ + kChunkBytes]) {}
+
+  // The destination of the next frame, which took() is called for when it is there.
+  std::span<std::byte> room(uint64_t bytes) { return {memory_.get() + position_ % size_, bytes}; }
+  void took(uint64_t bytes) {
+    const uint64_t end = position_ % size_ + bytes;
+    if (end > size_) std::memcpy(memory_.get(), memory_.get() + size_, end - size_);
+    position_ += bytes;
+  }
+  void reset() { position_ = 0; }
+  // How many bytes have come.
+  uint64_t position() const { return position_; }
+  // Those from `from` on, of which there are no more than reach().
+  void copy(uint64_t from, std::byte* out) const {
+    for (uint64_t at = from; at != position_;) {
+      const uint64_t bytes = std::min(position_ - at, size_ - at % size_);
+      std::memcpy(out + (at - from), memory_.get() + at % size_, bytes);
+      at += bytes;
+    }
+  }
+
+ private:
+  const uint64_t size_;
+  const std::unique_ptr<std::byte[]> memory_;  // and a frame beyond, which goes around
+  uint64_t position_ = 0;
+};
 
 class ShardedAllreduce {
  public:

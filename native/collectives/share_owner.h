@@ -13,7 +13,7 @@
 // Who contributes and gets no result gets credits, by which it knows how far it may run ahead. An owner that passes on
 // one rank's numbers, a relay, gives credit for what all recipients have taken. An owner that is the only contributor
 // holds nothing: it sends from the caller's memory (send_local) to each rank, of which one that has not opened the
-// operation keeps the first kEagerBytes (eager_results.h), and no more than the group's window ahead of what these have
+// operation keeps the first kEagerBytes (EagerResults), and no more than the group's window ahead of what these have
 // taken and of what this rank itself gets in that operation, so that all transfers of it go on at one pace. A rank of
 // the same host that can read that memory is told where it is instead: one copy where a ring takes two, and none of
 // them here.
@@ -27,9 +27,12 @@
 // One thread, the loop's.
 #pragma once
 
+#include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collectives/chunk_buffer.h"
@@ -38,10 +41,34 @@
 #include "collectives/peer.h"
 #include "collectives/protocol.h"
 #include "collectives/share_exposure.h"
-#include "collectives/unowned_operations.h"
 #include "collectives/work.h"
 
 namespace geartrain {
+
+// Operations of which this rank owns no share: their shapes, so that a rank that opens one here by mistake is told, and
+// the roots that have announced a broadcast to this rank.
+//
+// A root opens its broadcast when it begins it, which may be before this rank does. Whichever comes first is kept for
+// the other. Of all other operations the last are kept.
+class UnownedOperations {
+ public:
+  using Root = std::pair<uint32_t, Shape>;  // and the shape that it has announced
+
+  // The shape that this rank has begun it with. Null when it has not, or that is not kept any more.
+  const Shape* find(uint64_t operation) const;
+  // This rank has begun it.
+  void add(uint64_t operation, const Shape& shape);
+  // A root has announced what this rank is to begin. Throws frame when there are too many.
+  void announce(uint32_t rank, uint64_t operation, const Shape& shape);
+  // The root has come of what this rank has begun.
+  void settle(uint64_t operation) { unannounced_.erase(operation); }
+  const Root* root_of(uint64_t operation) const;
+  std::optional<Root> take_root(uint64_t operation);
+
+ private:
+  std::map<uint64_t, Shape> unannounced_, others_;  // broadcasts on one host whose root is still to come, and the rest
+  std::map<uint64_t, Root> announced_;
+};
 
 class ShareOwner {
  public:

@@ -5,7 +5,7 @@
 // ranks have told
 //
 // * results that some have and others lack go from the first of those that have the most to all, out of what each
-//   keeps (kept_results.h);
+//   keeps (KeptResults);
 // * the rest of the reducer's share, in this and all later operations, is reduced by the ranks: an all-reduce of that
 //   part of the array. Ranks still have their own numbers there: of what nobody has, nothing was written.
 //
@@ -17,27 +17,70 @@
 // (redial.h) and tell each other (back). Once all are connected each begins no more operations, for as long as a
 // message takes, and tells how many it has begun (resume): from the largest such number on, the share is the reducer's.
 // A rank that loses it meanwhile tells that too (lost); where a rank has said `resume` by then all do, and it is lost
-// again. One that does not stay is dialled less and less often (redial_pause.h), and told of no more.
+// again. One that does not stay is dialled less and less often (RedialPause), and told of no more.
 //
 // One for each reducer. One thread, the loop's.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collectives/membership.h"
-#include "collectives/redial_pause.h"
+#include "collectives/redial.h"
 #include "collectives/sharded_allreduce.h"
 #include "collectives/share_owner.h"
 
 namespace geartrain {
+
+// What has become of a group's reducers, in words, until it is asked for: each loss, takeover and return, once.
+class ReducerEvents {
+ public:
+  // Of more that nobody asks for only the number is kept.
+  static constexpr size_t kMost = 1024;
+
+  // The loop.
+  void add(std::string text) {
+    std::lock_guard lock(mutex_);
+    if (texts_.size() < kMost) {
+      texts_.push_back(std::move(text));
+    } else {
+      ++left_out_;
+    }
+    any_.store(true, std::memory_order_release);
+  }
+  // Any thread. The oldest first; at most so many.
+  std::vector<std::string> take(size_t most = ~size_t{0}) {
+    std::vector<std::string> out;
+    if (!any_.load(std::memory_order_acquire)) return out;
+    std::lock_guard lock(mutex_);
+    while (!texts_.empty() && out.size() < most) {
+      out.push_back(std::move(texts_.front()));
+      texts_.erase(texts_.begin());
+    }
+    if (texts_.empty() && left_out_ != 0 && out.size() < most) {
+      out.push_back(std::to_string(std::exchange(left_out_, 0)) + " more losses and returns of reducers, not listed");
+    }
+    any_.store(!texts_.empty() || left_out_ != 0, std::memory_order_release);
+    return out;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::string> texts_;
+  uint64_t left_out_ = 0;
+  std::atomic<bool> any_{false};
+};
 
 class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
  public:

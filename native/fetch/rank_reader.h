@@ -24,7 +24,7 @@
 
 #include "fetch/batch_sampler.h"
 #include "fetch/copier.h"
-#include "fetch/transition_view.h"
+#include "fetch/transitions.h"
 #include "fetch/windows.h"
 #include "selection/assignment.h"
 #include "selection/selection.h"

@@ -1,8 +1,8 @@
 // Bindings of file locks and futexes, geartrain/core/locks.py and futex.py, and of the count of forks.
 
-#include "base/descriptor.h"
 #include "base/file_lock.h"
 #include "base/futex.h"
+#include "base/lifetime.h"
 #include "python/bind.h"
 
 namespace geartrain {
@@ -36,7 +36,6 @@ bool take_lock(int fd, uint64_t byte, bool exclusive, double timeout_s) {
 }  // namespace
 
 void bind_base(nb::module_& module) {
-  count_forks();
   module.def("forks", &forks);
   module.def("take_file_lock", &take_lock);
   module.def("drop_file_lock", &drop_file_lock, nb::call_guard<Unlocked>());

@@ -13,8 +13,8 @@
 
 #include "base/errors.h"
 #include "fetch/batch_sampler.h"
+#include "python/batch_layout.h"
 #include "python/batch_memory.h"
-#include "python/batch_shapes.h"
 #include "python/bind.h"
 #include "python/call_python.h"
 #include "python/packed_rows.h"

@@ -13,17 +13,24 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 
 #include "collectives/group.h"
 #include "collectives/reduce_kernels.h"
 #include "collectives/reducer.h"
+#include "collectives/share_planner.h"
 #include "python/bind.h"
 
 namespace geartrain {
 namespace {
 
+using Values = std::vector<double>;
+
+std::pair<Values, double> unpacked(SharesPlan plan) {
+  return {std::move(plan.shares), plan.seconds};
+}
 std::string secret_of(const nb::dict& given) {
   const auto secret = item<nb::bytes>(given, "secret", nb::bytes("", 0));
   return {secret.c_str(), secret.size()};
@@ -305,6 +312,34 @@ void bind_collectives(nb::module_& module) {
   });
   module.def("reduce_kernel", &reduce_kernel);
   module.def("set_reduce_kernel", [](const std::string& name) { return set_reduce_kernel(name.c_str()); });
+}
+
+// --- the share planner -----------------------------------------------------------------------------------------------
+
+void bind_planner(nb::module_& module) {
+  module.def("plan_shares", [](const Values& workers, const Values& reducers, double bytes) {
+    return unpacked(plan_shares({workers, reducers}, bytes));
+  });
+  module.def("equal_rates",
+             [](size_t workers, const std::vector<std::string>& reducers) { return equal_rates(workers, reducers); });
+  module.def("plan_dedicated", [](const Values& workers, const Values& reducers, double bytes) {
+    return unpacked(plan_dedicated({workers, reducers}, bytes));
+  });
+  module.def("shares_seconds", [](const Values& workers, const Values& reducers, const Values& shares, double bytes) {
+    return shares_seconds({workers, reducers}, shares, bytes);
+  });
+  module.def("moved_bytes", [](size_t workers, size_t reducers, const Values& shares, double bytes) {
+    return moved_bytes(workers, reducers, shares, bytes);
+  });
+  module.def("ring_bytes", &ring_bytes);
+  module.def("ring_hops", &ring_hops);
+  module.def("tree_bytes", &tree_bytes);
+  module.def("tree_seconds", &tree_seconds);
+  module.def("tree_hops", &tree_hops);
+  module.attr("DIRECT_HOPS") = kDirectHops;
+  module.def("reducers_needed", [](const Values& workers, double rate) { return reducers_needed(workers, rate); });
+  module.def("dedicated_reducers_needed",
+             [](const Values& workers, double rate) { return dedicated_reducers_needed(workers, rate); });
 }
 
 }  // namespace geartrain

@@ -15,7 +15,7 @@
 #include "base/buffer_pool.h"
 #include "base/errors.h"
 #include "fetch/row_pieces.h"
-#include "python/batch_shapes.h"
+#include "python/batch_layout.h"
 #include "python/bind.h"
 #include "python/window_plan.h"
 

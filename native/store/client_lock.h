@@ -4,7 +4,7 @@
 
 #include "base/errors.h"
 #include "base/file_lock.h"
-#include "store/calls.h"
+#include "base/lifetime.h"
 
 namespace geartrain {
 
@@ -36,7 +36,7 @@ inline bool client_lives(int fd, uint32_t slot) {
 // thread closes the handle meanwhile.
 class Gate {
  public:
-  Gate(int fd, double timeout_s, const CallsInFlight& calls) : fd_(fd) {
+  Gate(int fd, double timeout_s, const Lifetime& calls) : fd_(fd) {
     for (const Deadline deadline = Deadline::after(timeout_s);
          !wait_for_file_lock(fd_, kGateLock, LockKind::exclusive, deadline.sooner(kLookEveryS));) {
       if (calls.must_end()) fail(ErrorKind::closed, "the store was closed");

@@ -1,6 +1,6 @@
 // The open stores of this process, for what concerns all of them at once: a fork, and the end of the process.
 //
-// A forked child opens every segment anew before any other code runs in it (after_fork_in_child): it shares none
+// A forked child opens every segment anew before any other code runs in it (after_fork): it shares none
 // of its parent's leases, which the kernel would otherwise keep for as long as the child lives. Every mutex that a
 // store keeps in private memory is taken before the fork or made anew after it, so that no thread's half-done call is
 // the child's.
@@ -15,8 +15,7 @@ namespace geartrain {
 class OpenStore {
  public:
   virtual void before_fork() = 0;
-  virtual void after_fork_in_parent() = 0;
-  virtual void after_fork_in_child() = 0;
+  virtual void after_fork(bool in_child) = 0;
   virtual void close_at_exit() noexcept = 0;
 
  protected:

@@ -1,7 +1,5 @@
 #include "store/step_writer.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <cstring>
 #include <mutex>
@@ -15,15 +13,6 @@ namespace {
 
 // Steps of so many bytes are large: the pages of a first one are mapped at once, for 0.7 us less a page.
 constexpr uint64_t kLargeStep = 32 << 10;
-
-// How often this process has come out of a fork as the child.
-std::atomic<uint64_t> times_forked{0};
-
-uint64_t forks_so_far() {
-  static std::once_flag once;
-  std::call_once(once, [] { ::pthread_atfork(nullptr, nullptr, [] { times_forked.fetch_add(1); }); });
-  return times_forked.load(kRelaxed);
-}
 
 bool in_mask(std::span<const uint8_t> mask, size_t environment) {
   return mask.empty() || mask[environment] != 0;
@@ -46,7 +35,6 @@ StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
       mapping_(store.mapping()),
       options_(options),
       priority_(options.priority),
-      fork_count_(forks_so_far()),
       max_length_(store.header().max_length) {
   store.check_usable();
   const Header& header = store.header();
@@ -105,10 +93,6 @@ StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
   parts_.resize(options.environments);
   after_end_.assign(options.environments, 0);
   reset_next_.assign(options.environments, 0);
-}
-
-bool StepWriter::is_foreign() const {
-  return times_forked.load(kRelaxed) != fork_count_;
 }
 
 void StepWriter::check_usable() const {

@@ -138,7 +138,7 @@ class StepWriter {
   // Throws closed: the store is closed, or this is a forked child.
   void check_usable() const;
   // Whether this process is a child of the one that made the writer.
-  bool is_foreign() const;
+  bool is_foreign() const { return owned_.forked(); }
   const StepWriterOptions& options() const { return options_; }
   std::optional<double> priority() const { return priority_; }
   // What steps, or rows, that are published from now on enter with.
@@ -241,7 +241,7 @@ class StepWriter {
   const std::shared_ptr<Mapping> mapping_;
   const StepWriterOptions options_;
   std::optional<double> priority_;
-  const uint64_t fork_count_;
+  const Owned owned_;
   std::vector<Environment> environments_;
   std::vector<TimedField> timed_;
   std::vector<uint32_t> place_;    // of a field in timed_

@@ -183,7 +183,7 @@ void Store::shut(bool keep, double timeout_s, Deadline calls_end) {
     return;
   }
   struct Left {
-    CallsInFlight& calls;
+    Lifetime& calls;
     ~Left() { calls.left(); }
   } left{calls_};
   // A truncated file is SIGBUS for whoever touches it, and a program that ends after an error need not.
@@ -292,7 +292,8 @@ void Store::check_usable() const {
   if (read_only()) refuse_writing();
 }
 
-void Store::after_fork_in_child() {
+void Store::after_fork(bool in_child) {
+  if (!in_child) return given_up_mutex_.unlock();
   // Also of a handle that another thread was closing, which had its lease still: the child would keep it alive.
   const bool reopened = (is_closed() && client_slot_ == kNoClient) || mapping_->reopen();
   lost_in_fork_ = !is_closed() && !reopened;

@@ -48,13 +48,13 @@
 #include <utility>
 #include <vector>
 
+#include "base/lifetime.h"
 #include "base/shared_file.h"
 #include "segment/segment.h"
 #include "segment/sum_tree.h"
 #include "segment/validate.h"
 #include "selection/episode_marks.h"
 #include "selection/row_repeats.h"
-#include "store/calls.h"
 #include "store/open_stores.h"
 #include "store/row_values.h"
 #include "store/status_table.h"
@@ -399,8 +399,7 @@ class Store final : public OpenStore {
   // --- what concerns all stores of a process: open_stores.cc ------------------------------------------------------
 
   void before_fork() override { given_up_mutex_.lock(); }
-  void after_fork_in_parent() override { given_up_mutex_.unlock(); }
-  void after_fork_in_child() override;
+  void after_fork(bool in_child) override;
   void close_at_exit() noexcept override;
 
  private:
@@ -584,7 +583,7 @@ class Store final : public OpenStore {
   BitTree bit_tree_;
   PriorityTree step_tree_;
   std::shared_ptr<Tasks> tasks_;  // whose deleter knows it
-  mutable CallsInFlight calls_;
+  mutable Lifetime calls_{"store"};
   std::atomic<uint32_t> client_slot_{kNoClient};  // none: read-only, or a forked child that has not joined
   std::mutex joining_mutex_;
   std::mutex journal_mutex_;

@@ -3,8 +3,6 @@
 #include "transport/connection.h"
 
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -49,14 +47,11 @@ Turn::Hold::~Hold() {
 
 Connection::Connection(const Options& options, std::string name, bool authenticated)
     : options_(options),
-      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      wake_(make_bell()),
       regions_(std::make_shared<ExposedRegions>()),
-      forks_(forks()),
       name_(std::move(name)),
       authenticated_(authenticated),
-      patience_(options.spin_us) {
-  if (!wake_) fail(ErrorKind::os, "cannot make an eventfd: ", std::strerror(errno));
-}
+      patience_(options.spin_us) {}
 
 Connection::~Connection() {
   if (!forked()) regions_->close();
@@ -201,11 +196,6 @@ void Connection::sleep(Deadline deadline) {
   ::epoll_wait(sleeper_.get(), events, 4, deadline.left_ms());  // a signal or nothing: the caller polls again
 }
 
-void Connection::wake_self() const {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);  // fails only when already awake
-}
-
 // --- one-sided ----------------------------------------------------------------------------------------------------
 
 template <typename Do>
@@ -277,7 +267,7 @@ std::string Connection::one_sided() const {
 // --- the end ------------------------------------------------------------------------------------------------------
 
 void Connection::close() {
-  if (forked() || closed_.exchange(true)) return;
+  if (forked() || !life_.close()) return;
   lose("it was closed on this side");
   wake_self();
 }
@@ -296,14 +286,6 @@ void Connection::lose(const std::string& reason) {
 void Connection::fail_lost() const {
   std::lock_guard lock(reason_mutex_);
   fail(ErrorKind::peer_lost, reason_);
-}
-
-void Connection::check_usable() const {
-  if (forked()) {
-    fail(ErrorKind::hung_up,
-         "this connection belongs to the process that this one was forked from; connect again here");
-  }
-  if (closed()) fail(ErrorKind::hung_up, "the connection was closed");
 }
 
 ConnectionCounts Connection::counts() const {

@@ -17,6 +17,7 @@
 #include "base/deadline.h"
 #include "base/descriptor.h"
 #include "base/errors.h"
+#include "base/lifetime.h"
 #include "base/patience.h"
 #include "transport/message.h"
 #include "transport/options.h"
@@ -107,7 +108,7 @@ class Connection {
   Look look_for_end();
   // Hangs up; other threads' waits end with hung_up. Idempotent, any thread.
   void close();
-  bool closed() const { return closed_.load(std::memory_order_acquire); }
+  bool closed() const { return life_.closed(); }
 
   virtual const char* transport() const = 0;
   // One line for logs: the path, and its ends.
@@ -148,14 +149,14 @@ class Connection {
   // Records the reason, and closes the connection.
   void lose(const std::string& reason);
   [[noreturn]] void fail_lost() const;
-  void check_usable() const;
-  bool forked() const { return forks_ != forks(); }
+  void check_usable() const { life_.check(); }
+  bool forked() const { return life_.forked(); }
   // For a write that waits: reads one message ahead, if no other thread reads and there is room for it.
   // True when that may have made progress.
   bool read_ahead();
   void count_sent(Path path, uint64_t bytes) { add(bytes_sent_[static_cast<size_t>(path)], bytes); }
   void count_received(Path path, uint64_t bytes) { add(bytes_received_[static_cast<size_t>(path)], bytes); }
-  void wake_self() const;
+  void wake_self() const { ring_bell(wake_); }
 
   const Options options_;
   Descriptor wake_;  // an eventfd: this side's sleepers
@@ -170,7 +171,7 @@ class Connection {
   Poll spin(Message* message, Deadline deadline);
   void sleep(Deadline deadline);
 
-  const uint64_t forks_;
+  Lifetime life_{"connection", "connect again here"};
   std::string name_;
   bool authenticated_;
   std::vector<std::pair<std::string, std::string>> considered_;
@@ -185,7 +186,7 @@ class Connection {
   Descriptor sleeper_;  // an epoll over wakes(); made by the first receive() that sleeps
   Patience patience_;   // under receive_turn_
 
-  std::atomic<bool> lost_{false}, closed_{false};
+  std::atomic<bool> lost_{false};
   mutable std::mutex reason_mutex_;
   std::string reason_;
 

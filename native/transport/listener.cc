@@ -8,9 +8,7 @@
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
-#include <pthread.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -20,12 +18,10 @@
 #include <cstring>
 #include <list>
 #include <map>
-#include <system_error>
-#include <thread>
 
-#include "base/blocked_signals.h"
 #include "base/condition_variable.h"
 #include "base/interruption.h"
+#include "base/lifetime.h"
 #include "transport/admission.h"
 #include "transport/providers/provider.h"
 
@@ -81,38 +77,25 @@ std::vector<std::string> interface_hosts() {
 class Listener::Body {
  public:
   explicit Body(const ListenerOptions& options)
-      : options_(options), forks_(forks()), epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+      : options_(options), epoll_(::epoll_create1(EPOLL_CLOEXEC)), stop_(make_bell()) {
     check_options(options_.options);
     random_bytes(id_);
     address_.id = hex(id_);
-    stop_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!epoll_ || !stop_) fail(ErrorKind::os, "cannot make an epoll or an eventfd: ", std::strerror(errno));
+    if (!epoll_) fail(ErrorKind::os, "cannot make an epoll: ", std::strerror(errno));
     watch(stop_.get(), kStopEvent);
     if (options_.shm) listen_unix();
     if (!options_.tcp_host.empty()) listen_tcp();
-    const BlockedSignals blocked;
-    try {
-      thread_ = std::make_unique<std::thread>([this] { serve(); });
-    } catch (const std::system_error& error) {
-      fail(ErrorKind::os, "cannot start the listener's thread: ", error.what());
-    }
+    thread_.start("the listener's thread", [this] { serve(); });
   }
 
-  ~Body() {
-    close();
-    if (forks_ == forks()) {
-      thread_->join();
-    } else {
-      static_cast<void>(thread_.release());  // a forked child never had it
-    }
-  }
+  ~Body() { close(); }
 
   // Connections within this process need no socket. Throws untrusted, peer_lost, timed_out.
   std::shared_ptr<Connection> connect_within(const Options& dialer, Deadline deadline) {
     if (dialer.secret != options_.options.secret) fail(ErrorKind::untrusted, "the peer refuses: it has another secret");
     auto [mine, theirs] = make_inproc(dialer, options_.options, !dialer.secret.empty());
     std::unique_lock lock(mutex_);
-    while (!closed_ && ready_.size() >= kMostAccepted) {
+    while (!life_.closed() && ready_.size() >= kMostAccepted) {
       if (deadline.passed()) {
         fail(ErrorKind::timed_out, "the listener's program accepted none of ", kMostAccepted,
              " connections before the deadline");
@@ -122,23 +105,21 @@ class Listener::Body {
       Interruption::check();
       lock.lock();
     }
-    if (closed_) fail(ErrorKind::peer_lost, why_closed_);
+    if (life_.closed()) fail(ErrorKind::peer_lost, why_closed_);
     ready_.push_back(std::move(theirs));
     arrived_.notify_one();
     return mine;
   }
 
   std::shared_ptr<Connection> accept(Deadline deadline) {
-    if (forks_ != forks()) {
-      fail(ErrorKind::hung_up, "this listener belongs to the process that this one was forked from; make one here");
-    }
+    life_.check_process();
     std::unique_lock lock(mutex_);
-    while (ready_.empty() && !closed_) {
+    while (ready_.empty() && !life_.closed()) {
       const uint64_t left_ns = deadline.left_ns();
       if (left_ns == 0) fail(ErrorKind::timed_out, "no connection before the deadline", admission_.refused_so_far());
       arrived_.wait_for(lock, std::chrono::nanoseconds(left_ns));
     }
-    if (closed_) fail(ErrorKind::hung_up, why_closed_);
+    if (life_.closed()) fail(ErrorKind::hung_up, why_closed_);
     auto connection = std::move(ready_.front());
     ready_.pop_front();
     accepted_.notify_one();
@@ -148,13 +129,12 @@ class Listener::Body {
   // The port is free when this returns: a process that listens on it again need not wait. The thread never blocks for
   // long, so the limit is for a machine that does not schedule it.
   void close() {
-    if (forks_ != forks()) return;
+    if (life_.forked()) return;
     std::unique_lock lock(mutex_);
-    closed_ = true;
+    life_.close();
     arrived_.notify_all();
     accepted_.notify_all();
-    const uint64_t one = 1;
-    [[maybe_unused]] const ssize_t written = ::write(stop_.get(), &one, sizeof one);
+    ring_bell(stop_);
     arrived_.wait_for(lock, std::chrono::seconds(5), [this] { return gone_; });
   }
 
@@ -242,8 +222,7 @@ class Listener::Body {
     unix_.reset();
     tcp_.reset();
     std::lock_guard lock(mutex_);
-    if (!closed_ && !why.empty()) why_closed_ = std::move(why);
-    closed_ = true;
+    if (life_.close() && !why.empty()) why_closed_ = std::move(why);
     ready_.clear();  // their dialers see the end
     gone_ = true;
     arrived_.notify_all();
@@ -257,7 +236,7 @@ class Listener::Body {
     const int ready = ::epoll_wait(epoll_.get(), events, 64, wait_ms);
     {
       std::lock_guard lock(mutex_);
-      if (closed_) return false;
+      if (life_.closed()) return false;
     }
     for (int i = 0; i < ready; ++i) {
       const uint64_t event = events[i].data.u64;
@@ -298,7 +277,7 @@ class Listener::Body {
 
   void deliver(std::shared_ptr<Connection> connection) {
     std::lock_guard lock(mutex_);
-    if (closed_) fail(ErrorKind::peer_lost, why_closed_);
+    if (life_.closed()) fail(ErrorKind::peer_lost, why_closed_);
     if (ready_.size() >= kMostAccepted) fail(ErrorKind::peer_lost, "the listener has too many connections to take");
     ready_.push_back(std::move(connection));
     arrived_.notify_one();
@@ -310,7 +289,7 @@ class Listener::Body {
   }
 
   const ListenerOptions options_;
-  const uint64_t forks_;
+  Lifetime life_{"listener"};
   std::array<uint8_t, 16> id_{};
   Address address_;
   std::string text_;
@@ -326,33 +305,25 @@ class Listener::Body {
   std::mutex mutex_;
   ConditionVariable arrived_, accepted_;
   std::deque<std::shared_ptr<Connection>> ready_;
-  bool closed_ = false, gone_ = false;  // gone: the sockets are closed
+  bool gone_ = false;  // gone: the sockets are closed
   std::string why_closed_ = "the listener was closed";
-  std::unique_ptr<std::thread> thread_;
+  OwnThread thread_;
 
  public:
   // Listeners of this process, by id, for dialers in it.
-  struct Registry {
-    std::mutex mutex;
+  struct Registry : ForkSafe {
     std::map<std::string, std::weak_ptr<Body>> listeners;
+
+    void after_fork(bool in_child) {
+      if (in_child) listeners.clear();
+      mutex.unlock();
+    }
   };
-  static Registry& registry() {
-    static auto* made = [] {
-      static auto* of_process = new Registry();  // never deleted: listeners may outlive main
-      ::pthread_atfork([] { of_process->mutex.lock(); }, [] { of_process->mutex.unlock(); },
-                       [] {
-                         of_process->listeners.clear();
-                         of_process->mutex.unlock();
-                       });
-      return of_process;
-    }();
-    return *made;
-  }
 };
 
 Listener::Listener(const ListenerOptions& options) : body_(std::make_shared<Body>(options)) {
   body_->name();
-  Body::Registry& registry = Body::registry();
+  auto& registry = of_process<Body::Registry>();
   std::lock_guard lock(registry.mutex);
   registry.listeners[body_->id()] = body_;
 }
@@ -378,7 +349,7 @@ std::string Listener::refusal() const {
 }
 
 void Listener::close() {
-  Body::Registry& registry = Body::registry();
+  auto& registry = of_process<Body::Registry>();
   {
     std::lock_guard lock(registry.mutex);
     registry.listeners.erase(body_->id());
@@ -389,7 +360,7 @@ void Listener::close() {
 std::shared_ptr<Connection> dial_inproc(const Address& address, const Options& options, Deadline deadline) {
   std::shared_ptr<Listener::Body> body;
   {
-    Listener::Body::Registry& registry = Listener::Body::registry();
+    auto& registry = of_process<Listener::Body::Registry>();
     std::lock_guard lock(registry.mutex);
     const auto found = registry.listeners.find(address.id);
     if (found != registry.listeners.end()) body = found->second.lock();

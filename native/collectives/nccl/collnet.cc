@@ -12,7 +12,7 @@
 #include <mutex>
 #include <optional>
 
-#include "base/descriptor.h"
+#include "base/lifetime.h"
 #include "base/sha256.h"
 #include "collectives/group.h"
 #include "collectives/nccl/plugin.h"
@@ -54,12 +54,12 @@ struct RankGroup {
   };
   // Of the requests. A forked child has no connections, and perhaps a lock that is held for ever: it is refused.
   std::unique_lock<std::mutex> lock() {
-    if (forks != geartrain::forks()) fail(ErrorKind::hung_up, "a forked process asks for what its parent reduces");
+    life.check_process();
     return std::unique_lock(mutex);
   }
 
   Group group;
-  const uint64_t forks = geartrain::forks();
+  const Lifetime life{"communicator"};
   std::mutex mutex;
   std::array<Request, kNcclMostRequests> requests;
 };

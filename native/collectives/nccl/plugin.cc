@@ -4,7 +4,6 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
-#include <pthread.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -13,6 +12,8 @@
 #include <iterator>
 #include <memory>
 #include <mutex>
+
+#include "base/lifetime.h"
 
 namespace geartrain::nccl {
 namespace {
@@ -23,16 +24,10 @@ struct Device {
   int speed_mbps = 10'000;  // where the interface does not say
 };
 
-std::mutex& the_mutex() {
-  static auto* made = [] {
-    static auto* of_process = new std::mutex;
-    // NCCL's processes fork: a child must not have a lock whose holder does not exist there.
-    ::pthread_atfork([] { of_process->lock(); }, [] { of_process->unlock(); }, [] { of_process->unlock(); });
-    return of_process;
-  }();
-  return *made;
-}
+// NCCL's processes fork.
+struct Plugin : ForkSafe {};
 
+// Under its mutex.
 NcclLogger logger = nullptr;
 NcclSettings begun;
 // NCCL keeps the names that it was given: no device is ever freed.
@@ -122,7 +117,7 @@ Device device_with(const std::string& host) {
 }  // namespace
 
 void begin(NcclLogger log) {
-  std::lock_guard lock(the_mutex());
+  std::lock_guard lock(of_process<Plugin>().mutex);
   logger = log;
   begun = settings_from_environment();
   // NOLINTNEXTLINE: see device_of_host
@@ -130,12 +125,12 @@ void begin(NcclLogger log) {
 }
 
 NcclSettings settings() {
-  std::lock_guard lock(the_mutex());
+  std::lock_guard lock(of_process<Plugin>().mutex);
   return begun;
 }
 
 void describe_device(int device, NcclProperties* properties) {
-  std::lock_guard lock(the_mutex());
+  std::lock_guard lock(of_process<Plugin>().mutex);
   if (device != 0 || device_of_host == nullptr || properties == nullptr) {
     fail(ErrorKind::argument, "there is device 0, once init has succeeded, found ", device);
   }
@@ -153,7 +148,7 @@ void say(int level, const std::string& line) {
   NcclLogger log = nullptr;
   {
     // begin() fails under the mutex's guard, but says so after it.
-    std::lock_guard lock(the_mutex());
+    std::lock_guard lock(of_process<Plugin>().mutex);
     log = logger;
   }
   if (log != nullptr) log(level, kNcclInit | kNcclNet, "geartrain", 0, "%s", line.c_str());

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/reducer_sessions.h"
+#include "collectives/reducer_session.h"
 #include "tests/support/check.h"
 
 namespace geartrain {

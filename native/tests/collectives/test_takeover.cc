@@ -3,7 +3,7 @@
 
 #include <deque>
 
-#include "collectives/redial_pause.h"
+#include "collectives/redial.h"
 #include "tests/collectives/ranks.h"
 #include "tests/collectives/relay.h"
 

@@ -140,30 +140,6 @@ TEST(a_handle_is_closed_while_threads_use_it_and_everything_they_held_comes_back
   check_sound(*living);
 }
 
-TEST(a_call_that_begins_beside_a_close_ends_none_of_the_closers_own_waits) {
-  const int rounds = 100;
-  for (int round = 0; round < rounds; ++round) {
-    CallsInFlight calls;
-    std::atomic<int> began{0};
-    std::vector<std::thread> threads;
-    for (int i = 0; i < 2; ++i) {
-      threads.emplace_back([&] {
-        ++began;
-        while (calls.enter()) calls.leave();
-      });
-    }
-    while (began < 2) std::this_thread::yield();
-    calls.close();
-    CHECK(calls.drain(Deadline::after(60)));
-    calls.drained();
-    bool ends = false;
-    for (int look = 0; look < 200; ++look) ends |= calls.must_end();
-    CHECK(!ends);
-    for (std::thread& thread : threads) thread.join();
-    if (ends) return;
-  }
-}
-
 TEST(stores_are_dropped_by_one_thread_while_another_ends_the_process) {
   if (kThreadSanitizer) return;
   for (int round = 0; round < 30; ++round) {

@@ -3,16 +3,12 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <memory>
+#include <deque>
 #include <new>
-#include <system_error>
-#include <thread>
-#include <vector>
 
-#include "base/blocked_signals.h"
 #include "base/condition_variable.h"
-#include "base/descriptor.h"
 #include "base/interruption.h"
+#include "base/lifetime.h"
 
 namespace geartrain {
 namespace {
@@ -21,15 +17,19 @@ struct NotWanted {};  // ends a thread whose result nobody wants any more
 
 struct Calls {
   explicit Calls(const std::function<void(uint32_t)>& of) : body(of) {}
+  ~Calls() {
+    over.store(true, std::memory_order_relaxed);
+    threads.clear();  // joined, where they are this process's
+  }
 
   const std::function<void(uint32_t)>& body;
-  const uint64_t forks = geartrain::forks();
+  const Owned owned;
   std::mutex mutex;
   ConditionVariable ended;
   uint32_t at_work = 0;  // under the mutex
   std::atomic<bool> over{false};
   FirstFailure failure;
-  std::vector<std::thread> threads;
+  std::deque<OwnThread> threads;
 
   void serve(uint32_t i) noexcept {
     try {
@@ -56,11 +56,10 @@ struct Calls {
       std::lock_guard lock(mutex);
       ++at_work;
     }
-    const BlockedSignals blocked;
     try {
-      threads.emplace_back([this, i] { serve(i); });
+      threads.emplace_back().start("a thread", [this, i] { serve(i); });
       return true;
-    } catch (const std::system_error&) {
+    } catch (const Error&) {
       std::lock_guard lock(mutex);
       --at_work;
       return false;
@@ -73,19 +72,9 @@ struct Calls {
       ended.wait_for(lock, std::chrono::nanoseconds(static_cast<uint64_t>(kInterruptionEveryS * 1e9)));
       lock.unlock();
       Interruption::check();
-      if (forks != geartrain::forks()) fail(ErrorKind::hung_up, "the process was forked while it connected");
+      if (owned.forked()) fail(ErrorKind::hung_up, "the process was forked while it connected");
       lock.lock();
     }
-  }
-};
-
-// A forked child has none of the threads, and leaves what they had as it is.
-struct EndOfCalls {
-  void operator()(Calls* calls) const {
-    if (calls->forks != forks()) return;
-    calls->over.store(true, std::memory_order_relaxed);
-    for (std::thread& thread : calls->threads) thread.join();
-    delete calls;
   }
 };
 
@@ -113,13 +102,12 @@ void FirstFailure::check() const {
 }
 
 void at_once(uint32_t count, const std::function<void(uint32_t)>& body) {
-  const std::unique_ptr<Calls, EndOfCalls> calls(new Calls(body));
-  calls->threads.reserve(count);
+  Calls calls(body);
   uint32_t i = 0;
-  while (i < count && calls->start(i)) ++i;
-  for (; i < count && !calls->over.load(std::memory_order_relaxed); ++i) body(i);
-  calls->wait();
-  calls->failure.check();
+  while (i < count && calls.start(i)) ++i;
+  for (; i < count && !calls.over.load(std::memory_order_relaxed); ++i) body(i);
+  calls.wait();
+  calls.failure.check();
 }
 
 void at_once(uint32_t count, uint32_t most_threads, const std::function<void(uint32_t)>& body) {

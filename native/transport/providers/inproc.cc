@@ -24,11 +24,6 @@ struct Pipe {
   std::atomic<uint64_t> count{0};  // in the queue
   std::atomic<bool> asleep{false};
   Descriptor bell;  // the reader's eventfd
-
-  void ring() const {
-    const uint64_t one = 1;
-    [[maybe_unused]] const ssize_t written = ::write(bell.get(), &one, sizeof one);
-  }
 };
 
 class InprocConnection final : public Connection {
@@ -85,7 +80,7 @@ class InprocConnection final : public Connection {
       std::lock_guard lock(pipe->mutex);
       pipe->closed = true;
       pipe->changed.notify_all();
-      pipe->ring();
+      ring_bell(pipe->bell);
     }
     ::shutdown(end_.get(), SHUT_RDWR);
   }
@@ -123,7 +118,7 @@ class InprocConnection final : public Connection {
     out_->queue.push_back(std::move(message));
     out_->count.fetch_add(1, std::memory_order_release);
     lock.unlock();
-    if (out_->asleep.load(std::memory_order_seq_cst) && out_->asleep.exchange(false)) out_->ring();
+    if (out_->asleep.load(std::memory_order_seq_cst) && out_->asleep.exchange(false)) ring_bell(out_->bell);
     count_sent(Path::memory, bytes);
   }
 

@@ -56,7 +56,7 @@ struct Lease {
   uint64_t bytes;
 
   ~Lease() {
-    if (control->made_in != forks()) return;  // a forked child's copy: the parent's is still valid
+    if (control->owned.forked()) return;  // a forked child's copy: the parent's is still valid
     Direction& in = control->direction(false);
     in.leased[slot].store(0, std::memory_order_release);
     viewed_bytes->fetch_sub(bytes, std::memory_order_relaxed);

@@ -10,8 +10,6 @@
 // The receiver copies everything out before it reads it, because the sender could change it meanwhile.
 #pragma once
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -53,17 +51,12 @@ constexpr uint64_t kControlBytes = kRingsOffset + 2 * kRingBytes;
 static_assert(sizeof(ControlHeader) <= kDirectionsOffset);
 static_assert(kDirectionsOffset + 2 * sizeof(Direction) <= kRingsOffset);
 
-inline void ring_bell(const Descriptor& eventfd) {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(eventfd.get(), &one, sizeof one);  // full means: awake anyway
-}
-
 // The control segment as one side sees it. Messages that view a segment keep it, so it may outlive the connection.
 struct ShmControl {
   Memory memory;
   bool dialer = false;
   Descriptor peer_wake;
-  const uint64_t made_in = forks();
+  const Owned owned;
 
   ControlHeader& header() const { return *reinterpret_cast<ControlHeader*>(memory.data()); }
   Direction& direction(bool outgoing) const {

@@ -1,8 +1,6 @@
 #include "transport/rpc/inbox.h"
 
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -17,15 +15,11 @@ constexpr uint64_t kDormantAfterNs = 50'000'000;
 }  // namespace
 
 Inbox::Inbox(double spin_us, uint32_t at_once)
-    : forks_(forks()),
-      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
-      bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      at_once_(std::max(at_once, 1u)),
-      patience_(spin_us) {
+    : epoll_(::epoll_create1(EPOLL_CLOEXEC)), bell_(make_bell()), at_once_(std::max(at_once, 1u)), patience_(spin_us) {
   struct epoll_event event{};
   event.events = EPOLLIN | EPOLLET;
   event.data.u64 = kBell;
-  if (!epoll_ || !bell_ || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, bell_.get(), &event) != 0) {
+  if (!epoll_ || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, bell_.get(), &event) != 0) {
     fail(ErrorKind::os, "cannot make an epoll: ", std::strerror(errno));
   }
 }
@@ -39,7 +33,7 @@ void Inbox::watch(uint64_t id, std::shared_ptr<Connection> connection) {
 }
 
 void Inbox::insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only, bool trusted) {
-  if (forks_ != forks()) fail(ErrorKind::hung_up, "this inbox belongs to the process that this one was forked from");
+  life_.check_process();
   std::lock_guard lock(mutex_);
   if (id == kBell || !entries_.try_emplace(id, Entry{connection, watched_only, trusted, false, false}).second) {
     fail(ErrorKind::argument, "the inbox has a connection number ", id, " already");
@@ -61,7 +55,7 @@ void Inbox::insert(uint64_t id, std::shared_ptr<Connection> connection, bool wat
 }
 
 void Inbox::remove(uint64_t id) {
-  if (forks_ != forks()) return;
+  if (life_.forked()) return;
   std::lock_guard lock(mutex_);
   const auto found = entries_.find(id);
   if (found == entries_.end()) return;
@@ -74,7 +68,7 @@ void Inbox::remove(uint64_t id) {
 }
 
 void Inbox::resume(uint64_t id) {
-  if (forks_ != forks()) return;
+  if (life_.forked()) return;
   std::lock_guard lock(mutex_);
   const auto found = entries_.find(id);
   if (found == entries_.end() || !found->second.paused) return;
@@ -85,21 +79,16 @@ void Inbox::resume(uint64_t id) {
 }
 
 void Inbox::close() {
-  if (forks_ != forks()) return;
+  if (life_.forked()) return;
   std::lock_guard lock(mutex_);
-  closed_ = true;
+  life_.close();
   deputy_.notify_all();
   reserve_.notify_all();
   wake_leader();
 }
 
-void Inbox::wake_leader() const {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(bell_.get(), &one, sizeof one);
-}
-
 bool Inbox::receive(Event* event, Deadline deadline) {
-  if (forks_ != forks()) fail(ErrorKind::hung_up, "this inbox belongs to the process that this one was forked from");
+  life_.check_process();
   std::unique_lock lock(mutex_);
   come_back();
   if (!stand_by(lock, deadline)) return false;
@@ -141,9 +130,9 @@ bool Inbox::stand_by(std::unique_lock<std::mutex>& lock, Deadline deadline) {
     return leads;
   };
   for (;;) {
-    if (closed_) {
+    if (life_.closed()) {
       leave(false);
-      fail(ErrorKind::hung_up, "the inbox was closed");
+      life_.refuse();
     }
     const uint64_t now = monotonic_ns();
     const uint64_t from_ns = leading_ ? now + static_cast<uint64_t>(kTakeoverS * 1e9) : may_lead_ns(rested, now);
@@ -185,7 +174,7 @@ void Inbox::come_back() {
 }
 
 void Inbox::yield_slot() {
-  if (forks_ != forks()) return;
+  if (life_.forked()) return;
   std::lock_guard lock(mutex_);
   come_back();
   dormant_ = false;
@@ -207,7 +196,7 @@ bool Inbox::lead(Event* event, Deadline deadline) {
 // The next message of the ready connections, each in its turn.
 bool Inbox::take_ready(Event* event) {
   std::unique_lock lock(mutex_);
-  if (closed_) fail(ErrorKind::hung_up, "the inbox was closed");
+  life_.check();
   while (!ready_.empty()) {
     const uint64_t id = ready_.front();
     ready_.pop_front();
@@ -268,7 +257,7 @@ bool Inbox::look_around() {
       sockets |= !entry.connection->can_look();
       if (entry.connection->can_look() && entry.connection->might_have_data()) mark_ready(id);
     }
-    if (!ready_.empty() || closed_) return true;
+    if (!ready_.empty() || life_.closed()) return true;
   }
   if (!sockets) return false;
   sleep(Deadline::after(0));
@@ -279,7 +268,7 @@ bool Inbox::look_around() {
 void Inbox::sleep(Deadline deadline) {
   if (!deadline.passed()) {
     std::lock_guard lock(mutex_);
-    if (closed_) fail(ErrorKind::hung_up, "the inbox was closed");
+    life_.check();
     for (auto& [id, entry] : entries_) {
       if (!entry.watched_only && !entry.paused && !entry.connection->arm()) mark_ready(id);
     }

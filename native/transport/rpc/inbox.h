@@ -74,14 +74,14 @@ class Inbox {
   bool look_around();
   void sleep(Deadline deadline);
   void mark_ready(uint64_t id);
-  void wake_leader() const;
+  void wake_leader() const { ring_bell(bell_); }
 
-  const uint64_t forks_;
+  Lifetime life_{"inbox"};
   Descriptor epoll_, bell_;
   std::mutex mutex_;  // of all below
   // Of the waiting threads one has a timed wait, to take the leader's place; the others sleep until it has.
   ConditionVariable deputy_, reserve_;
-  bool leading_ = false, has_deputy_ = false, sleeping_ = false, dormant_ = false, closed_ = false;
+  bool leading_ = false, has_deputy_ = false, sleeping_ = false, dormant_ = false;
   uint32_t standing_by_ = 0;
   uint64_t left_ns_ = 0;       // when a leader last left, with a message or to look for signals
   uint64_t delivered_ns_ = 0;  // when one last left with a message

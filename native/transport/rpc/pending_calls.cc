@@ -4,12 +4,8 @@
 
 namespace geartrain {
 
-void PendingCalls::check_process() const {
-  if (forked()) fail(ErrorKind::hung_up, "these calls belong to the process that this one was forked from");
-}
-
 uint64_t PendingCalls::start(uint32_t kind, Bytes header, std::span<const Bytes> buffers, Deadline deadline) {
-  check_process();
+  life_.check_process();
   uint64_t tag = 0;
   {
     std::unique_lock lock(mutex_);
@@ -39,7 +35,7 @@ uint64_t PendingCalls::start(uint32_t kind, Bytes header, std::span<const Bytes>
 }
 
 void PendingCalls::wait(uint64_t tag, Message* answer, Deadline deadline) {
-  check_process();
+  life_.check_process();
   std::unique_lock lock(mutex_);
   auto found = questions_.find(tag);
   if (found == questions_.end() || found->second.detached || found->second.dropped || found->second.waiter != nullptr) {
@@ -66,7 +62,7 @@ void PendingCalls::wait(uint64_t tag, Message* answer, Deadline deadline) {
 }
 
 void PendingCalls::next_detached(Message* answer, Deadline deadline) {
-  check_process();
+  life_.check_process();
   std::unique_lock lock(mutex_);
   while (detached_open_ == 0 && !failed_) {
     const uint64_t left_ns = deadline.left_ns();
@@ -157,7 +153,7 @@ void PendingCalls::make_place() {
 }
 
 void PendingCalls::detach(uint64_t tag) {
-  check_process();
+  life_.check_process();
   std::lock_guard lock(mutex_);
   const auto found = questions_.find(tag);
   if (found == questions_.end() || found->second.dropped || found->second.waiter != nullptr) {
@@ -171,7 +167,7 @@ void PendingCalls::detach(uint64_t tag) {
 }
 
 void PendingCalls::forget(uint64_t tag) {
-  if (forked()) return;
+  if (life_.forked()) return;
   std::lock_guard lock(mutex_);
   const auto found = questions_.find(tag);
   if (found == questions_.end() || found->second.forgotten) return;
@@ -190,7 +186,7 @@ void PendingCalls::forget(uint64_t tag) {
 }
 
 void PendingCalls::drop(uint64_t tag) {
-  if (forked()) return;
+  if (life_.forked()) return;
   std::lock_guard lock(mutex_);
   const auto found = questions_.find(tag);
   if (found == questions_.end()) return;
@@ -204,7 +200,7 @@ void PendingCalls::drop(uint64_t tag) {
 }
 
 size_t PendingCalls::open() const {
-  if (forked()) return 0;
+  if (life_.forked()) return 0;
   std::lock_guard lock(mutex_);
   return questions_.size();
 }

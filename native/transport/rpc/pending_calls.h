@@ -18,7 +18,7 @@ class PendingCalls {
  public:
   // At most `max_open` requests wait for answers at a time.
   explicit PendingCalls(std::shared_ptr<Connection> connection, size_t max_open = 1024)
-      : forks_(forks()), connection_(std::move(connection)), max_open_(max_open) {}
+      : connection_(std::move(connection)), max_open_(max_open) {}
 
   // Sends the request, once there is room for it, and returns its tag.
   uint64_t start(uint32_t kind, Bytes header, std::span<const Bytes> buffers, Deadline deadline);
@@ -52,10 +52,8 @@ class PendingCalls {
   void deliver(Message&& message);
   void wake_another();
   void make_place();
-  bool forked() const { return forks_ != forks(); }
-  void check_process() const;
 
-  const uint64_t forks_;
+  const Lifetime life_{"connection", "connect again here"};
   const std::shared_ptr<Connection> connection_;
   const size_t max_open_;
   mutable std::mutex mutex_;  // of all below

@@ -1,7 +1,6 @@
 #include "transport/security/tls.h"
 
 #include <arpa/inet.h>
-#include <pthread.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -13,6 +12,7 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "base/lifetime.h"
 #include "transport/security/openssl.h"
 
 namespace geartrain {
@@ -56,25 +56,26 @@ void wait_until_none_is_inside() {
   while (inside.load() != 0 && monotonic_ns() < until_ns) std::this_thread::yield();
 }
 
-void watch_exit_and_forks() {
-  static const bool told = [] {
-    return std::atexit([] {
-             leaving.store(true);
-             wait_until_none_is_inside();
-           }) == 0 &&
-           ::pthread_atfork(
-               [] {
-                 forking.fetch_add(1);
-                 wait_until_none_is_inside();
-               },
-               [] { forking.fetch_sub(1); },
-               [] {
-                 inside.store(0);  // a child has none of the threads
-                 forking.store(0);
-               }) == 0;
-  }();
-  static_cast<void>(told);
-}
+struct ExitAndForks {
+  ExitAndForks() {
+    std::atexit([] {
+      leaving.store(true);
+      wait_until_none_is_inside();
+    });
+  }
+  void before_fork() {
+    forking.fetch_add(1);
+    wait_until_none_is_inside();
+  }
+  void after_fork(bool in_child) {
+    if (in_child) {  // which has none of the threads
+      inside.store(0);
+      forking.store(0);
+    } else {
+      forking.fetch_sub(1);
+    }
+  }
+};
 
 // The oldest error of this thread's, and no other after it.
 unsigned long take_error() {
@@ -155,7 +156,7 @@ std::shared_ptr<const TlsContext> TlsContext::load(const TlsFiles& files) {
 
 TlsContext::TlsContext(const TlsFiles& files)
     : name_(files.name), rekey_bytes_(files.rekey_bytes), threads_(files.threads) {
-  watch_exit_and_forks();
+  of_process<ExitAndForks>();
   const Inside in;
   const OpenSsl& api = openssl();
   check_readable(files.certificate, "certificate");

@@ -57,7 +57,7 @@ RegionHandle ExposedRegion::handle() const {
 }
 
 void ExposedRegion::close() {
-  if (forks_ != forks()) return;  // the lock may be held by a thread that this process does not have
+  if (owned_.forked()) return;  // the lock may be held by a thread that this process does not have
   std::lock_guard lock(mutex_);
   closed_ = true;
   auto* stamp =
@@ -66,7 +66,7 @@ void ExposedRegion::close() {
 }
 
 bool ExposedRegion::closed() const {
-  if (forks_ != forks()) return true;
+  if (owned_.forked()) return true;
   std::lock_guard lock(mutex_);
   return closed_;
 }

@@ -26,8 +26,8 @@
 #include <span>
 #include <vector>
 
-#include "base/descriptor.h"
 #include "base/errors.h"
+#include "base/lifetime.h"
 
 namespace geartrain {
 
@@ -75,7 +75,7 @@ class ExposedRegion {
  private:
   const std::span<std::byte> memory_;
   const bool writable_;
-  const uint64_t forks_ = forks();
+  const Owned owned_;
   ExposedId id_;
   ExposedId stamp_;  // read by other processes
   mutable std::mutex mutex_;

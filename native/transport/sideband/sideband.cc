@@ -48,7 +48,7 @@ void Sideband::start() {
 }
 
 void Sideband::stop() {
-  if (forks_ != forks()) return;
+  if (owned_.forked()) return;
   {
     std::lock_guard lock(lost_mutex_);
     lost_ = nullptr;
@@ -59,7 +59,7 @@ void Sideband::stop() {
 }
 
 void Sideband::hang_up() const {
-  if (forks_ == forks()) ::shutdown(socket_.get(), SHUT_RDWR);
+  if (!owned_.forked()) ::shutdown(socket_.get(), SHUT_RDWR);
 }
 
 // --- incoming -------------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ class Sideband final : public SidebandLine, public std::enable_shared_from_this<
   const pid_t peer_;
   const double peer_timeout_s_;
   const std::shared_ptr<ExposedRegions> regions_;
-  const uint64_t forks_ = forks();
+  const Owned owned_;
   ExposedId nonce_;
   std::mutex lost_mutex_;
   std::function<void(const std::string&)> lost_;

@@ -1,18 +1,13 @@
 #include "transport/sideband/sideband_thread.h"
 
-#include <pthread.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <system_error>
 #include <thread>
 #include <vector>
 
-#include "base/blocked_signals.h"
 #include "base/clock.h"
 #include "base/errors.h"
 
@@ -21,41 +16,15 @@ namespace {
 
 constexpr auto kHeartbeatNs = static_cast<uint64_t>(kHeartbeatS * 1e9);
 
-std::mutex making;
-SidebandThread* made = nullptr;  // never deleted: connections may outlive main
-
 }  // namespace
 
-SidebandThread& SidebandThread::of_process() {
-  static const bool told = [] {
-    forks();
-    // The thread may be anywhere at a fork, so a child leaves the parent's object as it is, and never uses it again.
-    ::pthread_atfork([] { making.lock(); }, [] { making.unlock(); },
-                     [] {
-                       made = nullptr;
-                       making.unlock();
-                     });
-    return true;
-  }();
-  static_cast<void>(told);
-  std::lock_guard lock(making);
-  if (made == nullptr) made = new SidebandThread();
-  return *made;
-}
-
-SidebandThread::SidebandThread()
-    : epoll_(::epoll_create1(EPOLL_CLOEXEC)), bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+SidebandThread::SidebandThread() : epoll_(::epoll_create1(EPOLL_CLOEXEC)), bell_(make_bell()) {
   struct epoll_event event{};
   event.events = EPOLLIN | EPOLLET;
-  if (!epoll_ || !bell_ || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, bell_.get(), &event) != 0) {
+  if (!epoll_ || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, bell_.get(), &event) != 0) {
     fail(ErrorKind::os, "cannot make an epoll: ", std::strerror(errno));
   }
-  const BlockedSignals blocked;
-  try {
-    std::thread([this] { serve(); }).detach();
-  } catch (const std::system_error& error) {
-    fail(ErrorKind::os, "cannot start the sideband thread: ", error.what());
-  }
+  thread_.start("the sideband thread", [this] { serve(); });
 }
 
 void SidebandThread::add(const std::shared_ptr<SidebandLine>& line) {
@@ -93,11 +62,6 @@ void SidebandThread::watch(const SidebandLine* line, bool write) const {
 
 void SidebandThread::unwatch(const SidebandLine* line) const {
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, line->socket(), nullptr);
-}
-
-void SidebandThread::wake() const {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(bell_.get(), &one, sizeof one);
 }
 
 struct SidebandThread::Round {

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "base/descriptor.h"
+#include "base/lifetime.h"
 
 namespace geartrain {
 
@@ -30,15 +31,15 @@ class SidebandLine {
 
 class SidebandThread {
  public:
-  static SidebandThread& of_process();
+  static SidebandThread& of_process() { return of_this_process<SidebandThread>(); }
+  SidebandThread();
   void add(const std::shared_ptr<SidebandLine>& line);
   void remove(const SidebandLine* line);
   void unwatch(const SidebandLine* line) const;            // no lock; it has its heartbeats still
   void watch(const SidebandLine* line, bool write) const;  // no lock: from within the sideband's own
-  void wake() const;                                       // a line has work
+  void wake() const { ring_bell(bell_); }                  // a line has work
 
  private:
-  SidebandThread();
   [[noreturn]] void serve() noexcept;
   struct Round;
   void serve_round(Round& round);
@@ -46,6 +47,7 @@ class SidebandThread {
   Descriptor epoll_, bell_;
   std::mutex mutex_;
   std::map<const SidebandLine*, std::shared_ptr<SidebandLine>> lines_;
+  OwnThread thread_;
 };
 
 }  // namespace geartrain
