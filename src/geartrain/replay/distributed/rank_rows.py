@@ -98,7 +98,7 @@ class RankRows(RankSource):
             self.assembler = self._open_assembler(config.device, members, config.timeout_s)
             self.sharded.mirrors = self.assembler.open_mirrors(samplers)
 
-        with on_error(lambda: self.assembler.close()):  # the one that is open by then
+        with on_error(lambda: self.assembler.close()):  # noqa: PLW0108  # the one that is open by then
             run_on_all_ranks(group, open_mine)
             self.reader = self._open_reader(config)
             self.exchange = self.reader.exchange
