@@ -270,14 +270,14 @@ def test_a_device_gets_late_groups_staged(make_store: Any, clock: Any, packed: b
     [
         ({"least": 2}, "a late group needs both least and deadline_s, found least=2 and deadline_s=None"),
         ({"deadline_s": 2.0}, "a late group needs both least and deadline_s, found least=None and deadline_s=2.0"),
-        ({"least": 0, "deadline_s": 1.0}, "least is a whole number from 1 to 3, found 0"),
-        ({"least": 4, "deadline_s": 1.0}, "least is a whole number from 1 to 3, found 4"),
-        ({"least": 2, "deadline_s": 0.0}, "deadline_s is a finite number above zero"),
-        ({"least": 2, "deadline_s": 1e30}, "deadline_s is at most"),
+        ({"least": 0, "deadline_s": 1.0}, "least must be .*, found 0"),
+        ({"least": 4, "deadline_s": 1.0}, "least must be .*, found 4"),
+        ({"least": 2, "deadline_s": 0.0}, "deadline_s must be a finite number above 0"),
+        ({"least": 2, "deadline_s": 1e30}, "above 0 and at most"),
         ({"least": 1, "deadline_s": 1.0, "size": 1}, "groups of one row are always whole: leave out least"),
-        ({"attempt": 3}, "`attempt` is the name of a field, or None; found 3"),
+        ({"attempt": 3}, "attempt must be text that is not empty, found 3"),
         ({"attempt": "prompt"}, "`by` and `attempt` are different fields, found 'prompt' for both"),
-        ({"size": 0}, "size is a whole number from 1"),
+        ({"size": 0}, "size must be at least 1"),
     ],
 )
 def test_wrong_settings_are_refused_when_the_strategy_is_made(given: dict[str, Any], message: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_flag, default_threads, shown, timeout, whole_number
+from geartrain.core.arguments import check_flag, check_whole, default_threads, shown, timeout
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, MessageError, StaleClaimError, StoreClosedError, WaitTimeoutError
@@ -319,7 +319,7 @@ class PeerCalls:
         """As of the native store."""
         self._check()
         rows, generations, claims = _claimed_rows(task, rows, generations, claims)
-        versions = np.full(len(rows), whole_number("version", version, 2**63 - 1), np.int64)
+        versions = np.full(len(rows), check_whole("version", version, 0, 2**63 - 1), np.int64)
         own, _ = self._mine(task, rows, generations, claims, versions)
         self._native.say_version(task, rows, generations, own, version)
 
@@ -518,7 +518,7 @@ class PeerCalls:
         self._check()
         self._may_wait_for_disk(durable)
         within_s = timeout(timeout_s)
-        whole_number("n", n, self._store.capacity)
+        check_whole("n", n, 0, self._store.capacity)
         self._check_values(list(self._plan.fields_of(0)), sources, lengths, n, None)
         until_s = time.monotonic() + within_s
         wait_s = 0.0

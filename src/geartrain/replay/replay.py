@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 
 import geartrain.core.trace as trace
 from geartrain._native import forks
-from geartrain.core.arguments import check_whole, refuse_copies, shown
+from geartrain.core.arguments import check_type, check_whole, refuse_copies
 from geartrain.core.keys import Keys
 from geartrain.core.process_report import register
 from geartrain.core.threads import held, owns
@@ -150,8 +150,7 @@ class Replay:
         self.stores = stores = stores_of(store)
         self._read_only = next((each.name for each in stores if each.read_only), None)
         rare = ReplayOptions() if options is None else options
-        if not isinstance(rare, ReplayOptions):
-            raise ArgumentError(f"options are geartrain.ReplayOptions, found {shown(rare)}")
+        check_type("options are geartrain.ReplayOptions", rare, ReplayOptions)
         ranks = group if isinstance(group, RankOptions) else RankOptions(group)
         self.selection = with_room_for(as_windows(window), seeded_selection(stores, selection, rare.seed))
         self.batch_size = batch_size

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_unmasked, refuse_copies, shown
+from geartrain.core.arguments import check_type, check_unmasked, refuse_copies, shown
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, CallCancelledError, FieldError, SchemaError, WaitTimeoutError
 from geartrain.store.recorder import RecorderPriority, StepRecorder
@@ -287,9 +287,8 @@ class AgentRecorder(RecorderPriority):
 
 def _checked(what: str, by_agent: object) -> ByAgent:
     """Raises `ArgumentError` unless something is by agent."""
-    if not isinstance(by_agent, Mapping):
-        raise ArgumentError(f"{what} must be a dict by agent, found {type(by_agent).__name__}")
-    return by_agent
+    found: ByAgent = check_type(f"{what} must be a dict by agent", by_agent, Mapping)
+    return found
 
 
 def _is_set(name: str, agent: Hashable, flags: ByAgent) -> bool:
