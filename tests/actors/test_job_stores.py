@@ -96,7 +96,7 @@ def test_what_does_not_go_together_is_refused(world: World) -> None:
         world.job.update_priorities(keys, [*np.full(7, 9.0), np.nan])
     assert world.stores[0].status()["priority"].tolist() == before, "no store is changed"
     for wrong in (3, {"x": 1}, "x"):
-        with pytest.raises(ArgumentError, match="`fields` is a list of names"):
+        with pytest.raises(ArgumentError, match="fields is a list of names"):
             world.job.fetch(keys, fields=wrong)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="one for each of 8 keys"):
         world.job.fetch(keys, ends=[0])

@@ -161,7 +161,7 @@ def test_episodes_are_taken_back_there_as_here(world: World, max_in_flight: int)
         assert mine.discard(1) is None and theirs.discard(1) is None
         assert gt.Keys.join([*found, theirs.cut()]).env.tolist() == gt.Keys.join([*known, mine.cut()]).env.tolist()
         assert len(here) == len(world.store) == 2
-        with pytest.raises(ArgumentError, match="env is the index of an environment"):
+        with pytest.raises(ArgumentError, match="env must be from 0 to 1"):
             theirs.discard(2)
         theirs.close()
 

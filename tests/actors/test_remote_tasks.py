@@ -153,7 +153,7 @@ def test_a_claim_has_what_a_local_one_has(world: World) -> None:
     [
         (lambda r: r.claim("nothing"), SchemaError, "no task 'nothing'"),
         (lambda r: r.claim("train"), SchemaError, "the last task 'train' has no claims"),
-        (lambda r: r.claim("answer", 0), ArgumentError, "above zero"),
+        (lambda r: r.claim("answer", 0), ArgumentError, "must be at least 1"),
         (lambda r: r.claim("answer", fields=["reward"]), FieldError, "may not be there yet"),
         (lambda r: r.claims("answer", fields=["promt"]), FieldError, "did you mean 'prompt'"),
         (lambda r: r.insert({"prompt": [[1]]}), FieldError, "missing"),

@@ -312,7 +312,7 @@ def test_batches_are_appended_in_place():
 
 
 def test_what_means_nothing_is_refused_and_nothing_is_added():
-    with pytest.raises(ValueError, match="Capacity must be greater than 0"):
+    with pytest.raises(ValueError, match="capacity must be at least 1"):
         ReplayBuffer(0, "cpu")
     for options in ({"writers": 0}, {"storage_device": "cuda:0"}):
         with pytest.raises(ArgumentError):

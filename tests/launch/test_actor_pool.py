@@ -121,7 +121,7 @@ def test_one_death_too_many_is_an_error_that_says_what_it_was(store):
     with pytest.raises(ActorDiedError, match="RuntimeError: no policy for actor 0"):
         with ActorPool(store, environments, broken_policy, 1, max_restarts=1) as pool:
             wait_for(lambda: pool._failed is not None)
-    with pytest.raises(ArgumentError, match="from 1 to 255 actors, found 0"):
+    with pytest.raises(ArgumentError, match="actors must be from 1 to 255, found 0"):
         ActorPool(store, environments, policy, 0)
 
 

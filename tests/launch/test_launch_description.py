@@ -96,7 +96,7 @@ max_restarts = 3
         ("name = 'x'\n[learner]\nprocesses = 2", r"\[learner\] needs run"),
         ("name = 'x'\n[actor]\npolicy = 'a:b'", "needs environments and policy"),
         ("name = 'x'\n[learner]\nrun = 'train.py'", "names no function"),
-        ("name = 'x'\n[learner]\nrun = 'a:b'\nprocesses = 0", "processes is a whole number from 1 on, found 0"),
+        ("name = 'x'\n[learner]\nrun = 'a:b'\nprocesses = 0", "processes must be at least 1, found 0"),
         ("[learner]\nrun = 'a:b'", "a job needs a name"),
         ("name = 'x'\n[agent]\nrun = 'a:b'", "agents and reducers never end"),
         ("name = 'x y'\n[learner]\nrun = 'a:b'", "a plain word"),
@@ -117,7 +117,7 @@ def test_a_description_that_is_wrong_says_where(tmp_path, lines, complaint):
 
 def test_targets_that_nobody_finds_are_refused(tmp_path):
     for wrong, complaint in (
-        ("nowhere.toml", "no file"),
+        ("nowhere.toml", "[Nn]o (such )?file"),
         ("/no/such/path", "is a TOML file, module:name or file.py:name"),
         ("nowhere_at_all:job", "no module 'nowhere_at_all'"),
         ("launched:nothing", "has no nothing"),
@@ -253,7 +253,7 @@ processes = 3
         ("3-1", "hosts 3-1 ends before it begins"),
         ("2..4", "found '2..4'"),
         ("", "found ''"),
-        (2, "or a list of host numbers; found 2"),
+        (2, "or a list of host numbers, found 2"),
         ([0, -1], "a list of host numbers, from 0 on"),
         ([], "a list of host numbers"),
         ("nobody", "no class of hosts 'nobody'; the job defines few, many"),
@@ -301,7 +301,7 @@ def test_hosts_that_are_wrong_are_refused_where_they_are_said(hosts, complaint):
         ([launch.Role("a", "a:b"), launch.reducers()], {}, "there are no learners"),
         ([launch.Role("a", "a:b")], {"all": "0"}, "has a plain word as its name, found 'all'"),
         ([launch.Role("a", "a:b")], {"one": "two", "two": "0"}, "is made of host numbers, found two"),
-        ([launch.Role("a", "a:b")], 3, "how many hosts there are is said when the job is launched"),
+        ([launch.Role("a", "a:b")], 3, "how many there are is said when the job is launched"),
     ],
 )
 def test_placements_that_cannot_be_are_refused_before_anything_starts(roles, classes, complaint):
@@ -333,12 +333,12 @@ def test_no_store_is_served_where_nobody_asked_for_it():
     ]
     with pytest.raises(ArgumentError, match="there are none"):
         launch.Job("x", [launch.Role("a", "a:b")], serve_stores=True)
-    with pytest.raises(ArgumentError, match="serve_stores is true or false, found 1"):
+    with pytest.raises(ArgumentError, match="serve_stores is True or False, found 1"):
         launch.Job("x", [launch.learners("a:b")], serve_stores=1)
 
 
 @pytest.mark.parametrize("what", ["timeout_s", "stop_s"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400, 0])
 def test_times_that_are_no_times_are_refused(what: str, value: float) -> None:
-    with pytest.raises(ArgumentError, match=f"{what} must be above 0"):
+    with pytest.raises(ArgumentError, match=f"{what} must be a finite number above 0"):
         launch.Job("x", [launch.learners("x:learn")], **{what: value})

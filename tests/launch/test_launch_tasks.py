@@ -406,14 +406,14 @@ def test_a_function_that_is_not_there_ends_the_job_at_once(job, tmp_path, role):
 @pytest.mark.parametrize(
     ("asked", "complaint"),
     [
-        ({"task": ""}, "a task is the name of a task of the store"),
-        ({"rows": 0}, "role 'reward': rows is a whole number from 1 on, found 0"),
-        ({"concurrency": 0}, "concurrency is a whole number from 1 on"),
-        ({"of": "tokens"}, "of='tokens' is the axis that max_items counts"),
+        ({"task": ""}, "the name of a task must be text"),
+        ({"rows": 0}, "role 'reward': rows must be at least 1, found 0"),
+        ({"concurrency": 0}, "concurrency must be at least 1"),
+        ({"of": "tokens"}, "leave out of='tokens'"),
         ({"output": "jax"}, "output"),
         ({"run": ["python", "reward.py"]}, "no command"),
         ({"args": {"x": object()}}, "what JSON can hold"),
-        ({"store": 3}, "store and of are names"),
+        ({"store": 3}, "store must be text, found 3"),
         ({"prcesses": 3}, "prcesses"),
     ],
 )

@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused_at_the_door(store: gt.Store) -> None:
     refused(r"found out\['x'\] in meta, out\['group'\] in host memory", {"x": away, "group": group})
     refused("output='numpy' has no arrays", {"x": away, "group": group.to("meta")}, output="numpy")
     refused("batches go to 'cuda' or 'cuda:N'", {"x": away, "group": group.to("meta")})
-    refused("path='gather' says how rows reach tensors on a device", {"x": x, "group": group}, path="gather")
+    refused("leave out path='gather'", {"x": x, "group": group}, path="gather")
     refused("path is one of 'auto', 'gather', 'copy', 'staged'", {"x": x, "group": group}, path="fast")
     with fetching_to(SimulatedDevice(1)):
         refused("must be float32", {"x": x.double(), "group": group})

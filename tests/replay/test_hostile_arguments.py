@@ -44,9 +44,9 @@ VALUES: list[Any] = [
 
 
 def scalar(least: float, **options: Any) -> Callable[[Any], bool]:
-    """Numbers that a strategy or a replay keeps as they are given: no arrays ()."""
+    """Real numbers, of which the float is kept."""
     takes = number(least, **options)
-    return lambda value: not isinstance(value, np.ndarray) and takes(value)
+    return lambda value: takes(float(value) if isinstance(value, Fraction) else value)
 
 
 def limits(value: Any) -> bool:
@@ -68,8 +68,9 @@ ALLOWED: dict[Any, dict[str, Callable[[Any], bool]]] = {
     Lifo: COMMON,
     Fifo: {**COMMON, "strict": flag},
     GroupSampling: {
-        **COMMON, "by": lambda value: isinstance(value, str), "size": whole(1, 2**31 - 1), "prioritized": flag,
-        "attempt": lambda value: value is None or (isinstance(value, str) and value != "x"),
+        **COMMON, "by": lambda value: isinstance(value, str) and value != "",
+        "size": whole(1, 2**31 - 1), "prioritized": flag,
+        "attempt": lambda value: value is None or (isinstance(value, str) and value not in ("", "x")),
     },
     Limits: {
         "min_version": lambda value: callable(value) or whole(-(2**63), 2**63 - 1, none=True)(value),
@@ -128,7 +129,7 @@ REPLAY: dict[str, Callable[[Any], bool]] = {
     "fields": lambda value: value is None or value == ["x"],
     "window": whole(1, 2**31 - 1, none=True),
     "pad": lambda value: isinstance(value, str) and value in ("left", "right"),
-    "first_only": lambda value: isinstance(value, (list, tuple)) and all(name == "x" for name in value),
+    "first_only": lambda value: isinstance(value, (list, tuple)) and list(value) in ([], ["x"]),
     "prefetch": whole(0, 1024),
     "output": lambda value: isinstance(value, str) and value in ("torch", "numpy"),
     "num_batches": whole(0, 2**63 - 1, none=True),
@@ -247,7 +248,7 @@ def test_a_schedule_or_a_version_that_returns_nonsense_is_told_by_its_value(stor
 def test_priorities_that_are_none_are_refused_and_change_nothing(store: gt.Store) -> None:
     with gt.Replay(store, Prioritized(), 2, prefetch=0, output="numpy") as replay:
         keys = replay.sample().keys
-        real = number(-1e308)
+        real = scalar(-1e308)
         for value in VALUES:
             array = None
             with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -318,11 +319,11 @@ def test_calls_with_nonsense_are_refused_and_change_nothing(store: gt.Store) -> 
     # Each with what it may take, by which values are left out; all others are refused.
     version, on_stale = whole(-(2**63), 2**63 - 1, none=True), ("raise", "drop")
     calls: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool]]] = {
-        "update_priorities": (lambda value: store.update_priorities(keys, value), number(0)),
-        "insert priorities": (lambda value: store.insert({"x": x}, priorities=value), number(0, none=True)),
+        "update_priorities": (lambda value: store.update_priorities(keys, value), scalar(0)),
+        "insert priorities": (lambda value: store.insert({"x": x}, priorities=value), scalar(0, none=True)),
         "insert lengths": (lambda value: store.insert({"x": x}, lengths=value), whole(1, 4, none=True)),
         "insert versions": (lambda value: store.insert({"x": x}, versions=value), version),
-        "raise_priorities": (store.raise_priorities, number(0, above=True)),
+        "raise_priorities": (store.raise_priorities, scalar(0, above=True)),
         "rows": (lambda value: store.rows(value).abandon(), whole(1, 8)),
         "fetch window": (lambda value: gt.fetch(store, keys, window=value), whole(1, 2**20, none=True)),
         "fetch ends": (lambda value: gt.fetch(store, keys, window=2, ends=value), lambda value: value is None),
@@ -334,7 +335,7 @@ def test_calls_with_nonsense_are_refused_and_change_nothing(store: gt.Store) -> 
         "fetch path": (lambda value: gt.fetch(store, keys, path=value), lambda value: value == "auto"),
         "fetch on_stale": (lambda value: gt.fetch(store, keys, on_stale=value), lambda value: value in on_stale),
         "samples_per_insert": (
-            lambda value: store.limiter.set(samples_per_insert=value), number(0, above=True, none=True)
+            lambda value: store.limiter.set(samples_per_insert=value), scalar(0, above=True, none=True)
         ),
         "min_size_to_sample": (
                 lambda value: store.limiter.set(min_size_to_sample=value), whole(1, 2**32, none=True)

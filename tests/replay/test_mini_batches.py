@@ -349,9 +349,9 @@ def test_a_mini_batch_without_sequences_has_no_micro_batches() -> None:
         (lambda batch: batch.mini_batches(0), ArgumentError, r"found 0"),
         (lambda batch: batch.mini_batches(8), ArgumentError, r"found 8"),
         (lambda batch: batch.mini_batches(2.0), ArgumentError, r"n must be a whole number"),
-        (lambda batch: batch.mini_batches(2, epochs=0), ArgumentError, r"epochs must be from 1"),
-        (lambda batch: batch.mini_batches(2, seed=-1), ArgumentError, r"seed must be from 0"),
-        (lambda batch: cut(batch, max_items=0), ArgumentError, r"max_items must be above zero, found 0"),
+        (lambda batch: batch.mini_batches(2, epochs=0), ArgumentError, r"epochs must be at least 1"),
+        (lambda batch: batch.mini_batches(2, seed=-1), ArgumentError, r"seed must be at least 0"),
+        (lambda batch: cut(batch, max_items=0), ArgumentError, r"max_items must be at least 1, found 0"),
         (lambda batch: cut(batch, max_items=None), ArgumentError, r"max_items must be a whole number"),
         (
             lambda batch: cut(batch, max_items=5),

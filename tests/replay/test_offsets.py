@@ -430,17 +430,17 @@ def test_fields_may_have_the_first_step_of_their_window_alone(window, pad, share
     [
         ({}, "names at least one"),
         ([("action", [0])], "dict"),
-        ({"action": []}, "names no step"),
-        ({"action": 3}, "list of whole numbers"),
-        ({"action": "01"}, "list of whole numbers"),
+        ({"action": []}, "1 to 1048576 whole numbers, found \\[\\]"),
+        ({"action": 3}, "list of 1 to 1048576 whole numbers"),
+        ({"action": "01"}, "list of 1 to 1048576 whole numbers"),
         ({"action": [0.5]}, "offset of 'action'"),
         ({"action": [True]}, "offset of 'action'"),
         ({"action": [None]}, "offset of 'action'"),
         ({"action": [[0, 1]]}, "offset of 'action'"),
         ({"action": np.zeros((2, 2), int)}, "offset of 'action'"),
-        ({"action": [0, 2**40]}, "less than"),
-        ({"action": [1, 0, 1]}, "has 1 more than once"),
-        ({"action": range(10**12)}, "at most 1048576 offsets"),
+        ({"action": [0, 2**40]}, "from -1073741823 to 1073741823"),
+        ({"action": [1, 0, 1]}, "a step more than once"),
+        ({"action": range(10**12)}, "1 to 1048576 whole numbers"),
         ({3: [0]}, "names of fields"),
     ],
     ids=str,
@@ -456,7 +456,7 @@ def test_offsets_that_are_none_are_refused(asked, says):
 def test_offsets_leave_no_choice_of_length_and_anchor(options):
     with pytest.raises(ArgumentError, match="leave out"):
         gt.Windows(offsets={"action": [0, 5]}, **options)
-    with pytest.raises(ArgumentError, match="window"):
+    with pytest.raises(ArgumentError, match="length must be at least 1"):
         gt.Windows()
 
 
@@ -473,7 +473,7 @@ def test_offsets_leave_no_choice_of_length_and_anchor(options):
             "'action', but the batch has frame, at: add it",
         ),
         ({"window": gt.Windows(offsets=CHUNKS), "pad": "right"}, "leave out pad"),
-        ({"window": gt.Windows(offsets=CHUNKS), "first_only": ["at"]}, "leave it out"),
+        ({"window": gt.Windows(offsets=CHUNKS), "first_only": ["at"]}, "leave out first_only"),
         ({"first_only": ["actoin"]}, "'actoin'"),
         ({"first_only": ["row"]}, "per_row"),
         ({"first_only": "at"}, "list of names"),

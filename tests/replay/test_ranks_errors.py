@@ -308,7 +308,7 @@ def test_what_cannot_be_shared_out_is_refused_at_the_door(sharded_stores: Callab
 
     refused("a global batch of 49 rows cannot be divided evenly over 2 data-parallel replicas", batch_size=49)
     refused("assignment is one of 'local_first', 'ordered', found 'random'", assignment="random")
-    refused("give fields, or inputs and targets, not both", fields=["obs"], inputs=["action"])
+    refused("the fields of pipeline stages: leave out fields", fields=["obs"], inputs=["action"])
     with pytest.raises(ArgumentError, match="a DeepSpeed grid, or an object with"):
         replay_of(stores[0], Uniform(), 4, mesh=object())
 

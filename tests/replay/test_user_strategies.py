@@ -218,10 +218,10 @@ def test_a_strategy_without_a_form_cannot_draw_over_ranks(make_store: MakeStore)
 @pytest.mark.parametrize(
     ("traits", "message"),
     [
-        ({"form": "best"}, "no strategy has the form 'best'"),
+        ({"form": "best"}, "form is one of .*, found 'best'"),
         ({"form": "random", "stratified": True, "replacement": False}, "stratified draws are with replacement"),
         ({"form": "newest", "cursor": True}, "a cursor goes from the oldest row on"),
-        ({"atom": 0}, "at least one row"),
+        ({"atom": 0}, "atom must be at least 1"),
     ],
 )
 def test_traits_that_do_not_go_together_are_refused(traits: Any, message: str) -> None:

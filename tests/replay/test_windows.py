@@ -305,12 +305,12 @@ def test_what_makes_no_windows_is_refused():
     with make_store([2, 5]) as store:
         keys = store.keys()
         for options, match in (
-            ({"ends": [1, 1], "starts": [0, 0], "window": 2}, "`ends` or `starts`"),
-            ({"starts": [0, 0]}, "`starts` has no effect"),
+            ({"ends": [1, 1], "starts": [0, 0], "window": 2}, "ends and starts exclude each other"),
+            ({"starts": [0, 0]}, "leave out starts"),
             ({"starts": [0, 0], "window": gt.Windows(2)}, "does not go with"),
             ({"ends": [0, 0], "window": gt.Windows(2, at="end")}, "does not go with"),
             ({"starts": [0, 2], "window": gt.Windows(2, anchor="first", stride=2)}, "leave out stride"),
-            ({"window": gt.Windows(2, at=middle)}, "leave out stride, and a function"),
+            ({"window": gt.Windows(2, at=middle)}, "a fetch draws no windows: leave out at"),
             ({"starts": [0, 12], "window": 2}, "begins at step 12"),
             ({"starts": [3, 0], "window": 2}, "begins at step 3, its row has steps 0 to 1"),
             ({"starts": [0], "window": 2}, "`starts` must be 2 whole numbers"),

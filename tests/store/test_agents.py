@@ -207,8 +207,8 @@ def test_what_is_no_step_of_agents_is_refused():
                 recorder.reset({})
             recorder.reset({"a": one})
             for observations, changed, error, match in (
-                ([one], {}, ArgumentError, "dict by agent, found list"),
-                ({"a": one}, {"reward": 1.0}, ArgumentError, "reward must be a dict by agent, found float"),
+                ([one], {}, ArgumentError, "obs must be a dict by agent, found \\["),
+                ({"a": one}, {"reward": 1.0}, ArgumentError, "reward must be a dict by agent, found 1.0"),
                 ({"a": one}, {"reward": {"b": 1.0}}, FieldError, "agent 'a' acted but has no 'reward'"),
                 ({"a": one}, {"terminated": {}}, FieldError, "acted but has no 'terminated'"),
                 *(

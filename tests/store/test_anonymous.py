@@ -109,8 +109,8 @@ def test_named_stores_of_killed_processes_are_not_taken_for_nameless_ones(store_
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gt.Store.create(FIELDS, max_length=4, capacity=1, persist=True), "persist=True needs a name"),
-        (lambda: gt.Store.create(FIELDS, FIELDS, max_length=4, capacity=1), "fields were given twice"),  # type: ignore[call-overload]
+        (lambda: gt.Store.create(FIELDS, max_length=4, capacity=1, persist=True), "leave out persist"),
+        (lambda: gt.Store.create(FIELDS, FIELDS, max_length=4, capacity=1), "leave out fields"),  # type: ignore[call-overload]
         (lambda: gt.Store.create("name", max_length=4, capacity=1), "give the fields"),  # type: ignore[call-overload]
         (lambda: gt.Store.create("anonymous-1", FIELDS, max_length=4, capacity=1), "'anonymous-' are those of stores"),
         (lambda: gt.Store.open(FIELDS), "needs the name"),  # type: ignore[arg-type]

@@ -200,7 +200,7 @@ def test_an_episode_in_progress_and_one_that_has_ended_are_taken_back_until_the_
     assert len(store) == 2
     assert store.stats()["deleted"] == 6
     for env in (-1, 1, 2**40):
-        with pytest.raises(ArgumentError, match="env is the index of an environment, 0 to 0"):
+        with pytest.raises(ArgumentError, match="env must be from 0 to 0"):
             recorder.discard(env)
     store.close()
 

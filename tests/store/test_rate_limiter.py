@@ -167,8 +167,8 @@ def test_limits_can_be_changed_while_somebody_waits(store):
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"samples_per_insert": 0}, "above zero"),
-        ({"samples_per_insert": float("nan")}, "above zero"),
+        ({"samples_per_insert": 0}, "above 0"),
+        ({"samples_per_insert": float("nan")}, "above 0"),
         ({"samples_per_insert": 8, "error_buffer": 7}, "at least 8"),
         ({"samples_per_insert": 0.5, "error_buffer": 0.5}, "at least 1"),
         ({"error_buffer": 5}, "without samples_per_insert"),

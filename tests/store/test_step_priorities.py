@@ -230,7 +230,7 @@ def test_rows_whose_last_sample_was_drawn_lose_the_priorities_of_their_steps():
     [
         ({"priority_per": "episode"}, "priority_per is one of 'row', 'step'"),
         ({"priority_per": ["step"]}, "priority_per is one of 'row', 'step'"),
-        ({"priority_per": "step", "remover": "lowest_priority"}, "remover='lowest_priority' needs them"),
+        ({"priority_per": "step", "remover": "lowest_priority"}, "leave out remover='lowest_priority'"),
         ({"priority_per": "step", "capacity": 2**20, "max_length": 2**13}, "is exact in 64"),
     ],
     ids=["unknown", "list", "remover", "too-many-steps"],

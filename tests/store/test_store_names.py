@@ -225,7 +225,7 @@ def test_a_schema_that_differs_is_named_and_the_store_left_as_it_was(name):
 
 
 def test_options_of_open_only_count_when_it_may_create(name):
-    with pytest.raises(ArgumentError, match="capacity only mean"):
+    with pytest.raises(ArgumentError, match="leave out capacity=3"):
         gt.Store.open(name, X, capacity=3)
     with pytest.raises(ArgumentError, match="needs the fields"):
         gt.Store.open(name, create="missing", capacity=3)

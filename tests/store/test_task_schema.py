@@ -118,7 +118,7 @@ def test_tasks_that_do_not_fit_together_are_refused_with_what_to_write(tasks: An
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gt.Field(("tokens",), "int8", per_row=True), "leave out per_row"),
+        (lambda: gt.Field(("tokens",), "int8", per_row=True), "takes no per_row"),
         (lambda: gt.Field(("",), "int8"), "an axis has a name"),
         (lambda: gt.Field(("a" * 64,), "int8"), "1 to 63 bytes"),
         (lambda: gt.Field((3, "tokens"), "int8"), "a shape is a whole number or several"),
@@ -140,15 +140,15 @@ def test_fields_and_tasks_that_cannot_be_are_refused(make: Callable[[], object],
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_length": 4}, "takes no max_length=4"),
-        ({"capacity": None, "capacity_steps": 4}, "takes no capacity_steps"),
-        ({"capacity": None, "capacity_bytes": 1 << 20}, "takes no capacity_bytes"),
-        ({"max_rows": 4}, "takes no max_rows"),
-        ({"max_age_s": 4}, "takes no max_age_s"),
-        ({"remover": "lifo"}, "takes no remover='lifo'"),
-        ({"priority_per": "step"}, "takes no priority_per='step'"),
+        ({"max_length": 4}, "leave out max_length=4"),
+        ({"capacity": None, "capacity_steps": 4}, "leave out capacity_steps"),
+        ({"capacity": None, "capacity_bytes": 1 << 20}, "leave out capacity_bytes"),
+        ({"max_rows": 4}, "leave out max_rows"),
+        ({"max_age_s": 4}, "leave out max_age_s"),
+        ({"remover": "lifo"}, "leave out remover='lifo'"),
+        ({"priority_per": "step"}, "leave out priority_per='step'"),
         ({"span_bytes": None}, "span_bytes= is missing.*'prompt'"),
-        ({"span_bytes": 100}, "span_bytes must be from 4096"),
+        ({"span_bytes": 100}, "span_bytes must be at least 4096"),
     ],
 )
 def test_options_that_mean_nothing_for_rows_with_axes_are_refused(options: dict[str, Any], message: str) -> None:
@@ -157,7 +157,7 @@ def test_options_that_mean_nothing_for_rows_with_axes_are_refused(options: dict[
 
 
 def test_a_store_without_axes_takes_no_span_bytes() -> None:
-    with pytest.raises(ArgumentError, match="span_bytes=65536 is for stores with axes"):
+    with pytest.raises(ArgumentError, match="neither axes nor strings nor tasks: leave out span_bytes=65536"):
         create({"x": gt.Field((), "int8", per_row=True)})
 
 

@@ -277,9 +277,9 @@ def test_fields_that_may_not_be_there_yet_are_not_read(store: gt.Store) -> None:
     [
         (lambda store: store.claim("train"), SchemaError, "draw its rows with Replay"),
         (lambda store: store.claims("anser"), SchemaError, "did you mean 'answer'"),
-        (lambda store: store.claim("answer", 0), ArgumentError, "above zero"),
+        (lambda store: store.claim("answer", 0), ArgumentError, "n must be at least 1"),
         (lambda store: store.claim("answer", 1.5), ArgumentError, "whole number"),
-        (lambda store: store.claim("ref", max_items=0, of="tokens"), ArgumentError, "above zero"),
+        (lambda store: store.claim("ref", max_items=0, of="tokens"), ArgumentError, "max_items must be at least 1"),
         (lambda store: store.claim("ref", max_items=5), ArgumentError, "pass of= as one of prompt, tokens, answers"),
         (lambda store: store.claim("answer", of="prompt"), ArgumentError, "max_items= counts"),
         (lambda store: store.claim("answer", max_items=3, of="tokens"), ArgumentError, "not known before 'answer'"),

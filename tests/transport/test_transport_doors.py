@@ -56,15 +56,25 @@ def test_a_timeout_is_a_number_of_seconds(ends, timeout_s: Any) -> None:
         {"peer_timeout_s": float("nan")},
         {"port": -1},
         {"port": 65_536},
-        {"limits": MessageLimits(max_pending=-1)},
-        {"limits": MessageLimits(max_header_bytes=1.5)},  # type: ignore[arg-type]
-        {"limits": MessageLimits(handshake_timeout_s=float("nan"))},
     ],
-    ids=["spin-nan", "spin--1", "peer-nan", "port--1", "port-65536", "pending--1", "header-1.5", "handshake-nan"],
+    ids=["spin-nan", "spin--1", "peer-nan", "port--1", "port-65536"],
 )
 def test_options_that_are_none_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError):
         transport.listen(**options)
+
+
+@pytest.mark.parametrize(
+    ("limit", "why"),
+    [
+        ({"max_pending": -1}, "max_pending must be at least 0, found -1"),
+        ({"max_header_bytes": 1.5}, "max_header_bytes must be a whole number, found 1.5"),
+        ({"handshake_timeout_s": float("nan")}, "handshake_timeout_s must be from 0 to 1e9 seconds, found nan"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused_where_it_is_given(limit: dict[str, Any], why: str) -> None:
+    with pytest.raises(ArgumentError, match=why):
+        MessageLimits(**limit)
 
 
 @pytest.mark.parametrize("lanes", [-1, 1.5, 17])
@@ -102,8 +112,8 @@ SENDS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "buffer-strided": ((b"", [b"", np.zeros((2, 2)).T]), {}, "C-contiguous with the buffer protocol, found a ndarray"),
     "buffers-lost": ((codec.encode(1), [b"more"]), {}, "an encoded value has its own buffers and takes no others"),
     "buffer-none": ((b"", [None]), {}, "C-contiguous with the buffer protocol, found None"),
-    "tag--1": ((b"",), {"tag": -1}, "tag must be from 0"),
-    "tag-64": ((b"",), {"tag": 2**64}, "tag must be from 0"),
+    "tag--1": ((b"",), {"tag": -1}, "tag must be at least 0"),
+    "tag-64": ((b"",), {"tag": 2**64}, "tag must be at least 0"),
     "tag-text": ((b"",), {"tag": "1"}, "tag must be a whole number"),
     "kind-32": ((b"",), {"kind": 2**32}, "kind must be from 0"),
     "kind-1.5": ((b"",), {"kind": 1.5}, "kind must be a whole number"),
@@ -137,7 +147,7 @@ def test_memory_that_cannot_be_exposed_read_or_written_is_refused(ends) -> None:
             "found a bytes": lambda: mine.read(region.handle, b"read-only"),
             "found a float": lambda: mine.read(region.handle, 1.5),
             "found None": lambda: mine.write(region.handle, None),
-            "offset must be from 0": lambda: mine.read(region.handle, array, offset=-1),
+            "offset must be at least 0": lambda: mine.read(region.handle, array, offset=-1),
             "offset must be a whole number": lambda: mine.write(region.handle, array, offset=1.5),  # type: ignore[arg-type]
         }
         for why, call in calls.items():

@@ -111,7 +111,7 @@ def test_versions_grow_and_weights_keep_their_form(host: Path) -> None:
         ({"a": 3}, "a is a int"),
         ({1: np.zeros(1)}, "key 1"),
         ({"a": np.array([None])}, "plain numbers"),
-        ([np.zeros(1)], "found a list"),
+        ([np.zeros(1)], "from names to tensors, found"),
     ],
 )
 def test_what_is_no_weights_is_refused(host: Path, given: object, why: str) -> None:

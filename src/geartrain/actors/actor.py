@@ -17,7 +17,7 @@ from geartrain.actors.envs.adapters import Arrays, StepResult, VectorEnv, enviro
 from geartrain.actors.policy import Policy
 from geartrain.actors.recorder import absent_values, check_fields
 from geartrain.actors.remote_store import RemoteRecorder, RemoteStore
-from geartrain.core.arguments import check_function, check_whole, shown, whole_number
+from geartrain.core.arguments import check_function, check_whole, optional, shown
 from geartrain.errors import ArgumentError, CallCancelledError
 from geartrain.store.recorder import OBSERVATIONS, StepRecorder, unfilled_fields
 from geartrain.store.store import Store
@@ -85,7 +85,7 @@ class Actor:
         overlap: int = 0,
         priority: float | None = None,
     ) -> None:
-        whole_number("seed", seed, 2**63 - 1)
+        check_whole("seed", seed, 0, 2**63 - 1)
         if not callable(getattr(policy, "act", None)) or not hasattr(policy, "version"):
             raise ArgumentError(f"a policy needs act(obs) and a version, found {shown(policy)}")
         self.environments: VectorEnv = environments_of(environments)
@@ -160,8 +160,7 @@ class Actor:
         if steps is None and episodes is None and until is None:
             raise ArgumentError("run needs an end: give steps=, episodes= or until=")
         for what, number in (("steps", steps), ("episodes", episodes)):
-            if number is not None and check_whole(what, number) < 0:
-                raise ArgumentError(f"{what} is a whole number from 0 on, found {number}")
+            optional(check_whole, what, number, 0)
         if until is not None:
             check_function("until", until)
         stats = self.stats

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from geartrain.actors.answers import join_answers, read_answer
 from geartrain.actors.envs.adapters import Arrays
-from geartrain.core.arguments import check_function, check_text, check_whole, shown, timeout
+from geartrain.core.arguments import check_calls, check_function, check_text, check_whole, shown, timeout
 from geartrain.errors import ArgumentError, PeerLostError, TransportError, WaitTimeoutError
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ class LocalPolicy:
         timeout_s: float = 60.0,
     ) -> None:
         check_function("act", act)
-        if check_whole("refresh_every", refresh_every) < 1:
-            raise ArgumentError(f"refresh_every must be at least 1, found {refresh_every}")
+        check_whole("refresh_every", refresh_every, 1)
         timeout(timeout_s)
         if reader is not None and not callable(getattr(reader, "latest", None)):
             raise ArgumentError(f"reader is a geartrain.weights.Reader, or None; found {shown(reader)}")
@@ -166,8 +165,7 @@ class RemotePolicy:
     """
 
     def __init__(self, node: Node, peer: str, function: str, *, timeout_s: float = 30.0, retry_s: float = 0.0) -> None:
-        if not callable(getattr(node, "call_async", None)):
-            raise ArgumentError(f"an agent is called by a node of geartrain.rpc, found {shown(node)}")
+        check_calls("an agent is called by a node of geartrain.rpc", node, "call_async")
         self._node, self._peer = node, check_text("peer", peer)
         self._function, self._timeout_s = check_text("function", function), timeout(timeout_s)
         self._retry_s = timeout(retry_s, "retry_s")

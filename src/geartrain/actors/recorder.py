@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.actors.remote_store import RemoteStore
-from geartrain.core.arguments import check_unmasked, shown
+from geartrain.core.arguments import check_type, check_unmasked, shown
 from geartrain.core.dtypes import DTYPES
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, FieldError, SchemaError
@@ -31,8 +31,7 @@ def check_fields(store: Store | RemoteStore, values: Mapping[str, NDArray[Any]] 
     Raises:
         FieldError: a field is missing, or its steps have another shape or kind of numbers.
     """
-    if not isinstance(store, Store | RemoteStore):
-        raise ArgumentError(f"episodes are recorded in a Store, or in the RemoteStore of a peer; found {shown(store)}")
+    check_type("episodes are recorded in a Store, or in the RemoteStore of a peer", store, Store | RemoteStore)
     fields = store.fields
     missing = [name for name in (*REQUIRED_FIELDS, "reward") if name not in fields]
     if missing:
@@ -112,8 +111,7 @@ class EpisodeRecorder:
         Raises:
             ArgumentError: an observation is missing.
         """
-        if not isinstance(obs, Mapping):
-            raise ArgumentError(f"an observation is a dict of arrays by field, found {shown(obs)}")
+        check_type("an observation is a dict of arrays by field", obs, Mapping)
         if self._steps is None or set(self._steps.obs) != set(obs):
             if self._steps is not None:
                 self._steps.cut()

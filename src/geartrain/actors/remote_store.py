@@ -23,10 +23,14 @@ from geartrain.actors.store_server import pack, unpack
 from geartrain.core.arguments import (
     check_choice,
     check_flag,
+    check_names_of,
     check_text,
     check_texts,
+    check_type,
     check_unmasked,
     check_whole,
+    leave_out,
+    optional,
     timeout,
 )
 from geartrain.core.dtypes import DTYPES, as_tensor
@@ -45,7 +49,6 @@ from geartrain.errors import (
 )
 from geartrain.replay.batch import Batch
 from geartrain.replay.fetch import ServedRows
-from geartrain.replay.fetch_plan import check_names_of
 from geartrain.replay.packed_batch import fetch_packed
 from geartrain.rpc.future import Future
 from geartrain.rpc.node import Node
@@ -117,8 +120,7 @@ class RemoteStore(
     stopping: Callable[[], bool] | None = None
 
     def __init__(self, node: Node, peer: str, name: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        if not isinstance(node, Node):
-            raise ArgumentError(f"a RemoteStore needs a node of geartrain.rpc, found {node!r}")
+        check_type("a RemoteStore needs a node of geartrain.rpc", node, Node)
         self.node, self.peer, self.name = node, check_text("peer", peer), check_text("the name of a store", name)
         self.timeout_s = timeout(timeout_s)
         about = self._call("describe")
@@ -182,8 +184,7 @@ class RemoteStore(
             return self.insert_spans(self.plan, fields, lengths, priorities, versions, 0, casting, within_s, durable)
         if timeout_s is not None:
             raise ArgumentError("timeout_s= is the wait for room; this store evicts rows instead")
-        if not isinstance(fields, Mapping):
-            raise ArgumentError(f"insert takes a dict of arrays by field, found {type(fields).__name__}")
+        check_type("insert takes a dict of arrays by field", fields, Mapping)
         given: dict[str, Any] = {"lengths": lengths, "priorities": priorities, "versions": versions}
         given = {what: np.asarray(value) for what, value in given.items() if value is not None}
         if check_choice("casting", casting, ("no", "safe", "same_kind")) != "no":
@@ -268,13 +269,10 @@ class RemoteStore(
         self, keys: Keys, fields: Sequence[str] | None, placed: tuple[Any, ...], output: str, on_stale: Any
     ) -> Callable[[], Batch]:
         assert self.plan is not None
-        if placed != (None, None, "left"):
-            raise ArgumentError(
-                f"the store {self.name!r} has axes, strings or tasks: its rows are read whole. Leave out window, ends "
-                f"and pad"
-            )
-        if fields is not None:
-            check_names_of("fields", fields)
+        window, ends, pad = placed
+        why = f"the store {self.name!r} has axes, strings or tasks: its rows are read whole"
+        leave_out(why, window=window, ends=ends, pad=pad != "left" and pad)
+        optional(check_names_of, "fields", fields)
         batch = fetch_packed(self.packed_reader, self.plan, keys, fields, check_output(output), on_stale)
         return lambda: batch
 
@@ -386,8 +384,7 @@ class RemoteStore(
             options["zeros"] = check_texts("zeros", zeros)
         if autoreset is not None:
             options["autoreset"] = str(getattr(autoreset, "value", autoreset))
-        if not 0 <= check_whole("max_in_flight", max_in_flight) <= 2**31:
-            raise ArgumentError(f"max_in_flight must be at least 0, and at most 2**31, found {max_in_flight}")
+        check_whole("max_in_flight", max_in_flight, 0, 2**31)
         number, found = self._call("recorder", n_envs, options)
         remote = Remote(self.node, self.peer, number)
         return RemoteRecorder(remote, n_envs, tuple(found), int(max_in_flight), self)
@@ -490,8 +487,7 @@ class RemoteRecorder(Closing, elsewhere="make another one there, with RemoteStor
         Raises:
             ArgumentError: there is no such environment.
         """
-        if not 0 <= check_whole("env", env) < self.n_envs:
-            raise ArgumentError(f"env is the index of an environment, 0 to {self.n_envs - 1}; found {env}")
+        check_whole("env", env, 0, self.n_envs - 1)
         self._settle(0)
         completed, self._completed = self._completed, []
         try:

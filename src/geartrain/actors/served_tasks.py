@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_flag, default_threads, shown, timeout, whole_number
+from geartrain.core.arguments import check_flag, check_whole, default_threads, shown, timeout
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, MessageError, StaleClaimError, StoreClosedError, WaitTimeoutError
@@ -170,7 +170,7 @@ class PeerCalls:
         self._ended = False
         if self._plan.tasks:
             self._native.claim_for_others()
-        shared.opened(whole_number("client", client, 2**63 - 1), self)
+        shared.opened(check_whole("client", client, 0, 2**63 - 1), self)
 
     def end(self) -> None:
         """The connection is lost: its rows are due again."""
@@ -348,7 +348,7 @@ class PeerCalls:
         """As of the native store."""
         self._check()
         rows, generations, claims = _claimed_rows(task, rows, generations, claims)
-        versions = np.full(len(rows), whole_number("version", version, 2**63 - 1), np.int64)
+        versions = np.full(len(rows), check_whole("version", version, 0, 2**63 - 1), np.int64)
         own, _ = self._mine(task, rows, generations, claims, versions)
         self._native.say_version(task, rows, generations, own, version)
 
@@ -570,7 +570,7 @@ class PeerCalls:
         self._check()
         self._may_wait_for_disk(durable)
         within_s = timeout(timeout_s)
-        whole_number("n", n, self._store.capacity)
+        check_whole("n", n, 0, self._store.capacity)
         self._check_values(list(self._plan.fields_of(0)), sources, lengths, n, None)
         until_s = time.monotonic() + within_s
         wait_s = 0.0

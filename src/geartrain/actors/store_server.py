@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.actors.served_tasks import PeerCalls, PeerClaims, ServedTasks
-from geartrain.core.arguments import shown
+from geartrain.core.arguments import check_text, shown
 from geartrain.core.dtypes import DTYPES
 from geartrain.core.keys import Keys
 from geartrain.core.lifetime import Closing
@@ -82,8 +82,7 @@ class StoreServer(Closing, elsewhere="it serves a store of this process"):
         if store.closed:
             raise StoreClosedError(f"the store {store.name!r} was closed")
         self.name = store.name if name is None else name
-        if not isinstance(self.name, str) or not self.name:
-            raise ArgumentError(f"a store is served under a name, found {name!r}")
+        check_text("name", self.name)
         self.node, self.store = node, store
         self._entry = _Entry(store)
         with _lock:  # each line by itself is whole: a signal's handler may make and close servers in between

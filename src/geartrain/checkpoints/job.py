@@ -57,7 +57,7 @@ from geartrain.checkpoints.steps import (
     step_name,
     write_record,
 )
-from geartrain.core.arguments import check_flag, check_path, check_texts, timeout, whole_number
+from geartrain.core.arguments import check_flag, check_path, check_texts, check_whole, timeout
 from geartrain.core.lifetime import on_error
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, CheckpointError, GeartrainError, PeerLostError, WaitTimeoutError
@@ -417,7 +417,11 @@ class _ShardLoad:
                 store, counts = adopted
                 self.store, self._was_there = store, True
             state = source.state()
-            if store.tasks and state is not None and whole_number("the state's step", state.get("step", 0), 2**40) > 0:
+            if (
+                store.tasks
+                and state is not None
+                and check_whole("the state's step", state.get("step", 0), 0, 2**40) > 0
+            ):
                 store.native.free_taken(int(state["step"]) - 1)  # trained, and saved with this step
             report = Loaded(place, self._key[0], (k, n), len(store), len(self._record["shards"]), *counts)
             return report, state

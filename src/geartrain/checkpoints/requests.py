@@ -18,9 +18,9 @@ import numpy as np
 
 from geartrain.checkpoints.restore import SHARED_LIMITS, LoadOptions
 from geartrain.checkpoints.steps import Steps, scan_steps
-from geartrain.core.arguments import check_flag, check_text, check_whole, shown, whole_number
+from geartrain.core.arguments import check_flag, check_text, check_type, check_whole, optional, shown
 from geartrain.core.schema import Field, schema_difference
-from geartrain.errors import ArgumentError, CheckpointError, RanksDisagreeError
+from geartrain.errors import CheckpointError, RanksDisagreeError
 from geartrain.store.checkpoint_format import make_directory
 from geartrain.store.store import Store
 
@@ -62,10 +62,8 @@ def save_request(
     keep: int,
 ) -> SaveRequest:
     """This rank's request, once its arguments make sense."""
-    if not isinstance(store, Store):
-        raise ArgumentError(f"save_checkpoint takes a Store, this rank's shard; found {shown(store)}")
-    if state is not None and not isinstance(state, Mapping):
-        raise ArgumentError(f"state is what Replay.state_dict() returns, found {shown(state)}")
+    check_type("save_checkpoint takes a Store, this rank's shard", store, Store)
+    check_type("state is what Replay.state_dict() returns", state, Mapping | None)
     if step is None and state is not None:
         step = state.get("step")
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or not 0 <= step < 10**18:
@@ -179,10 +177,9 @@ def load_request(
         raise CheckpointError("together= and capacity= need reshard=True")
     if options.together is not None:
         check_text("together", options.together)
-    if options.capacity is not None and not 1 <= check_whole("capacity", options.capacity) < 2**32:
-        raise ArgumentError(f"capacity is from 1 to 2**32 - 1 rows, found {shown(options.capacity)}")
-    whole_number("part", options.part, 2**16)
-    step = None if step is None else whole_number("step", step, 10**18)
+    optional(check_whole, "capacity", options.capacity, 1, 2**32 - 1)
+    check_whole("part", options.part, 0, 2**16)
+    step = None if step is None else check_whole("step", step, 0, 10**18)
     shard = _numbered(torchrun_shard(os.environ) if shard is None else shard)
     steps, damaged = scan_steps(root, newest=step is None)
     return LoadRequest(name, shard, step, options, steps, damaged)

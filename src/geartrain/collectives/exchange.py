@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from geartrain.collectives.buffers import HostBuffer, buffer_of, check_reduction
-from geartrain.core.arguments import check_choice
+from geartrain.core.arguments import check_choice, check_whole
 from geartrain.errors import ArgumentError
 
 #: Their numbers in the native layer (native/collectives/protocol.h: Collective).
@@ -39,8 +39,7 @@ class Exchange(NamedTuple):
         """Itself. Raises `ArgumentError` for names that do not exist and a wrong number of parts."""
         check_choice("collective", self.collective, COLLECTIVES)
         check_reduction(self.op, self.dtype)
-        if isinstance(self.root, bool) or not isinstance(self.root, int) or not 0 <= self.root < world_size:
-            raise ArgumentError(f"root is a rank from 0 to {world_size - 1}, found {self.root!r}")
+        check_whole("root", self.root, 0, world_size - 1)
         many_out = self.collective in ("reduce_scatter", "all_to_all")
         many_in = self.collective in ("all_gather", "all_to_all")
         for name, parts, many in (("inputs", self.sends, many_out), ("outputs", self.receives, many_in)):

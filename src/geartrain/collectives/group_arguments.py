@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from geartrain.collectives.bootstrap import secret_of, store_from
 from geartrain.collectives.session import GroupConfig
 from geartrain.core.arguments import (
+    FLAG,
+    Options,
     check_choice,
     check_flag,
     check_real,
     check_store,
     check_text,
+    check_type,
     check_whole,
+    checked,
     shown,
     timeout,
-    whole_number,
 )
 from geartrain.errors import ArgumentError
 
@@ -29,7 +32,7 @@ REDUCER_SILENCE_S = (0.05, 1e6)
 
 
 @dataclass(frozen=True)
-class GroupOptions:
+class GroupOptions(Options):
     """Rare options of a `Group`: `Group(..., options=GroupOptions(on_reducer_loss="continue"))`.
 
     All ranks give the same, except where an option says otherwise.
@@ -65,31 +68,20 @@ class GroupOptions:
         3.0
     """
 
-    on_reducer_loss: str = "raise"
-    reducer_silence_s: float = 3.0
+    on_reducer_loss: str = field(default="raise", metadata=checked(check_choice, ON_REDUCER_LOSS))
+    reducer_silence_s: float = field(default=3.0, metadata=checked(check_real, *REDUCER_SILENCE_S))
     rates: Sequence[float] | None = None
-    algorithm: str = "shares"
+    algorithm: str = field(default="shares", metadata=checked(check_choice, ALGORITHMS))
     hosts: Sequence[Hashable] | None = None
-    host: str | None = None
-    transport: str = "auto"
-    cross_memory: bool = True
-    least_read_bytes: int | None = None
-    window_bytes: int | None = None
-    spin_us: float | None = None
+    host: str | None = field(default=None, metadata=checked(check_text))
+    transport: str = field(default="auto", metadata=checked(check_choice, TRANSPORTS))
+    cross_memory: bool = field(default=True, metadata=FLAG)
+    least_read_bytes: int | None = field(default=None, metadata=checked(check_whole, 0, 2**63 - 1))
+    window_bytes: int | None = field(default=None, metadata=checked(check_whole, 0, 2**63 - 1))
+    spin_us: float | None = field(default=None, metadata=checked(check_real, 0, MOST_SPIN_US))
 
     def __post_init__(self) -> None:
-        check_choice("on_reducer_loss", self.on_reducer_loss, ON_REDUCER_LOSS)
-        least_s, most_s = REDUCER_SILENCE_S
-        if not least_s <= check_real("reducer_silence_s", self.reducer_silence_s) <= most_s:
-            raise ArgumentError(f"reducer_silence_s is from {least_s:g} to {most_s:g}, found {self.reducer_silence_s}")
-        check_choice("algorithm", self.algorithm, ALGORITHMS)
-        if self.host is not None:
-            check_text("host", self.host)
-        check_choice("transport", self.transport, TRANSPORTS)
-        check_flag("cross_memory", self.cross_memory)
-        for what, size in (("least_read_bytes", self.least_read_bytes), ("window_bytes", self.window_bytes)):
-            if size is not None:
-                whole_number(what, size, 2**63 - 1)
+        super().__post_init__()
         if self.least_read_bytes is not None and (
             self.algorithm == "ring" or self.transport == "tcp" or not self.cross_memory
         ):
@@ -97,8 +89,6 @@ class GroupOptions:
                 'least_read_bytes needs algorithm="shares", transport="auto" and cross_memory=True, found '
                 f"algorithm={self.algorithm!r}, transport={self.transport!r}, cross_memory={self.cross_memory}"
             )
-        if self.spin_us is not None and not 0 <= check_real("spin_us", self.spin_us) <= MOST_SPIN_US:
-            raise ArgumentError(f"spin_us is from 0 to {MOST_SPIN_US:g}, found {self.spin_us}")
 
     @property
     def native(self) -> dict[str, Any]:
@@ -106,17 +96,16 @@ class GroupOptions:
         options: dict[str, Any] = {
             "ring": self.algorithm == "ring",
             "outlives_reducers": self.on_reducer_loss == "continue",
-            "reducer_silence_s": float(self.reducer_silence_s),
+            "reducer_silence_s": self.reducer_silence_s,
             "shm": self.transport != "tcp",
-            "cross_memory": bool(self.cross_memory),
+            "cross_memory": self.cross_memory,
         }
-        if self.least_read_bytes is not None:
-            options["least_exposed_bytes"] = int(self.least_read_bytes)
-        if self.spin_us is not None:
-            options["spin_us"] = float(self.spin_us)
-        if self.window_bytes is not None:
-            options["fixed_window_bytes"] = int(self.window_bytes)
-        return options
+        rare = {
+            "least_exposed_bytes": self.least_read_bytes,
+            "spin_us": self.spin_us,
+            "fixed_window_bytes": self.window_bytes,
+        }
+        return options | {name: value for name, value in rare.items() if value is not None}
 
 
 def checked_config(
@@ -138,11 +127,10 @@ def checked_config(
         ArgumentError: what was given, and what is allowed.
         WaitTimeoutError: the store of `init_method` did not answer within `timeout_s`.
     """
-    if not isinstance(options, GroupOptions):
-        raise ArgumentError(f"options are geartrain.collectives.GroupOptions, found {shown(options)}")
+    check_type("options are geartrain.collectives.GroupOptions", options, GroupOptions)
     rank, world_size = check_whole("rank", rank), check_whole("world_size", world_size)
     timeout(timeout_s)
-    whole_number("epoch", epoch, 2**63 - 1)
+    check_whole("epoch", epoch, 0, 2**63 - 1)
     check_text("a group's name", name)
     check_flag("hierarchical", hierarchical)
     secret = secret_of(secret)

@@ -9,7 +9,7 @@ from typing import Any
 
 import geartrain._native as _native
 from geartrain.collectives.bootstrap import secret_of
-from geartrain.core.arguments import check_choice, check_text, check_whole, shown, timeout, whole_number
+from geartrain.core.arguments import check_choice, check_text, check_whole, shown, timeout
 from geartrain.core.lifetime import Closing, on_error
 from geartrain.core.process_report import register
 from geartrain.errors import ArgumentError
@@ -61,9 +61,7 @@ class Reducer(Closing, elsewhere="send its addresses, which groups are given"):
             GeartrainError: the port is taken, or the address is not of this host.
         """
         check_choice("transport", transport, ("auto", "tcp"))
-        threads = check_whole("threads", threads)
-        if not 1 <= threads <= self.MOST_THREADS:
-            raise ArgumentError(f"threads is from 1 to {self.MOST_THREADS}, found {shown(threads)}")
+        threads = check_whole("threads", threads, 1, self.MOST_THREADS)
         host, colon, port = check_text("bind", bind).rpartition(":")
         if not colon or not (port.isascii() and port.isdigit() and len(port) <= 5) or int(port) > 65535:
             raise ArgumentError(f"bind is host:port, found {shown(bind)}")
@@ -73,8 +71,8 @@ class Reducer(Closing, elsewhere="send its addresses, which groups are given"):
                 "port": int(port),
                 "secret": secret_of(secret),
                 "shm": transport != "tcp",
-                "max_window_bytes": whole_number("max_window_bytes", max_window_bytes, 2**63 - 1),
-                "max_groups": whole_number("max_groups", max_groups, 2**63 - 1),
+                "max_window_bytes": check_whole("max_window_bytes", max_window_bytes, 0, 2**63 - 1),
+                "max_groups": check_whole("max_groups", max_groups, 0, 2**63 - 1),
                 "threads": threads,
             }
         )

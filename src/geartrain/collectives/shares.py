@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_real, shown
+from geartrain.core.arguments import check_choice, check_real, shown
 from geartrain.errors import ArgumentError
 
 
@@ -25,11 +25,14 @@ class Owners:
     rates: tuple[float, ...] | None = None
 
 
-def _numbers(what: str, values: Sequence[float]) -> list[float]:
+def _numbers(what: str, values: Sequence[float], ranks: int, reducers: int) -> list[float]:
     try:
-        return [check_real(f"each of {what}", value) for value in values]
+        found = [check_real(f"each of {what}", value) for value in values]
     except TypeError:
         raise ArgumentError(f"{what} is a sequence of numbers, found {shown(values)}") from None
+    if len(found) != ranks + reducers:
+        raise ArgumentError(f"{ranks} ranks and {reducers} reducers need as many {what}, found {len(found)}")
+    return found
 
 
 def pick_shares(
@@ -50,18 +53,12 @@ def pick_shares(
     if algorithm == "ring" and (reducers or not isinstance(shares, str)):
         raise ArgumentError('algorithm="ring" takes neither reducers nor shares')
     if isinstance(shares, str):
-        if shares not in ("auto", "equal"):
-            raise ArgumentError(f'shares is "auto", "equal" or a sequence of numbers, found {shown(shares)}')
+        check_choice("shares, unless they are numbers,", shares, ("auto", "equal"))
         if shares == "equal" or algorithm == "ring":
             return (*(1.0 / world_size,) * world_size, *(0.0,) * reducers)
-        given_rates = _native.equal_rates(world_size, list(addresses)) if rates is None else _numbers("rates", rates)
-        if len(given_rates) != world_size + reducers:
-            raise ArgumentError(
-                f"{world_size} ranks and {reducers} reducers need as many rates, found {len(given_rates)}"
-            )
+        if rates is None:
+            rates = _native.equal_rates(world_size, list(addresses))
+        given_rates = _numbers("rates", rates, world_size, reducers)
         # The size of the array changes the time, not the shares.
         return tuple(_native.plan_shares(given_rates[:world_size], given_rates[world_size:], 1e9)[0])
-    given = tuple(_numbers("shares", shares))
-    if len(given) != world_size + reducers:
-        raise ArgumentError(f"{world_size} ranks and {reducers} reducers need as many shares, found {len(given)}")
-    return given
+    return tuple(_numbers("shares", shares, world_size, reducers))

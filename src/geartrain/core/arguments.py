@@ -1,19 +1,31 @@
-"""Checks of arguments: whole numbers, timeouts, capacities, thread counts."""
+"""Checks of arguments: each kind of value has one check, which returns the value and has one text for its error.
+
+A function checks its parameters by calls: `batch_size = check_whole("batch_size", batch_size, 1, MAX_DRAWS)`. An option
+class derives from `Options` and declares the check where it defines the option:
+`threads: int | None = field(default=None, metadata=checked(check_whole, 1, MAX_THREADS))`.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.errors import ArgumentError, SchemaError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Array = TypeVar("Array", bound=NDArray[Any])
 
 # More threads than any machine has use for: a mistake.
 MAX_THREADS = 4096
@@ -25,9 +37,51 @@ def default_threads(threads: int | None) -> int:
     """Number of copy threads: the requested number, or up to four of the cores that this process may use."""
     if threads is None:
         return min(4, int(_native.available_cores()))
-    if not 1 <= check_whole("threads", threads) <= MAX_THREADS:
-        raise ArgumentError(f"threads must be from 1 to {MAX_THREADS}, found threads={threads}")
-    return int(threads)
+    return int(THREADS("threads", threads))
+
+
+class Options:
+    """Base of the frozen dataclasses of options. Checks each option by the `checked` metadata of its field.
+
+    An option whose default is None may be None. A subclass with rules between options adds them in its own
+    `__post_init__`, after this one.
+    """
+
+    #: What errors say before an option's name, as a format of the object.
+    ABOUT: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for name, check, may_be_none in _checks_of(type(self)):  # type: ignore[arg-type]
+            value = getattr(self, name)
+            if value is not None or not may_be_none:
+                object.__setattr__(self, name, check(self.ABOUT.format(self) + name, value))
+
+
+@functools.cache
+def _checks_of(kind: type) -> list[tuple[str, Callable[[str, Any], Any], bool]]:
+    declared = [each for each in fields(kind) if "check" in each.metadata]
+    return [(each.name, each.metadata["check"], each.default is None) for each in declared]
+
+
+class checked(dict[str, Any]):  # noqa: N801 - a field's metadata, which reads as a call
+    """A declared option: the metadata of its field in a class of `Options`, and a check of a function's parameter.
+
+    `SEED = checked(check_whole, 0, 2**64 - 1)` is used as `field(default=0, metadata=SEED)` and `SEED("seed", seed)`.
+    """
+
+    def __init__(self, check: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(check=lambda what, value: check(what, value, *args, **kwargs))
+
+    def __call__(self, what: str, value: Any) -> Any:
+        """The value, once checked."""
+        return self["check"](what, value)
+
+
+def optional(
+    check: Callable[Concatenate[str, Any, P], T], what: str, value: Any, *args: P.args, **kwargs: P.kwargs
+) -> T | None:
+    """None, or the value as `check(what, value, ...)` returns it."""
+    return None if value is None else check(what, value, *args, **kwargs)
 
 
 def capacity_of(
@@ -49,39 +103,44 @@ def capacity_of(
             f"give exactly one size of the store: capacity (rows), capacity_steps or capacity_bytes; found {found}"
         )
     if capacity_steps is not None:
-        capacity = whole_number("capacity_steps", capacity_steps, 2**63 - 1, least=1) // max_length
+        capacity = check_whole("capacity_steps", capacity_steps, 1, 2**63 - 1) // max_length
         if capacity == 0:
             raise ArgumentError(
                 f"capacity_steps is {capacity_steps}, but one row takes max_length={max_length} steps: raise "
                 "capacity_steps"
             )
     elif capacity_bytes is not None:
-        nbytes = check_whole("capacity_bytes", capacity_bytes)  # of 0 it is told how many one row takes
-        capacity = rows_within(whole_number("capacity_bytes", nbytes, 2**63 - 1, least=1) if nbytes else 0)
-    rows = check_whole("capacity", capacity)
-    if rows < 1:
-        raise ArgumentError(f"a store needs room for at least one row, capacity is {shown(capacity)}")
-    if rows > MAX_CAPACITY:
-        raise ArgumentError(f"a shard has at most {MAX_CAPACITY} rows, capacity is {shown(rows)}")
-    return rows
+        capacity = rows_within(check_whole("capacity_bytes", capacity_bytes, 0, 2**63 - 1))
+    return check_whole("capacity", capacity, 1, MAX_CAPACITY)
 
 
-def whole_number(what: str, value: Any, most: int, *, least: int = 0) -> int:
-    """The value as an int from `least` to `most`; fractions and infinities are refused, not cut."""
-    number = check_whole(what, value)
-    if not least <= number <= most:
-        raise ArgumentError(f"{what} must be from {least} to {most}, found {shown(number)}")
-    return number
-
-
-def check_whole(what: str, value: Any) -> int:
-    """The value as an int of any sign; fractions, text and booleans are refused."""
+def check_whole(what: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """The value as an int from `least` to `most`, each None for no limit; fractions, text and booleans are refused."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
-        return int(operator.index(value))
+        number = int(operator.index(value))
     except TypeError:
         raise ArgumentError(f"{what} must be a whole number, found {shown(value)}") from None
+    if least is not None and number < least:
+        near = most is not None and most < 2**30  # others are limits of a format, which no program comes near to
+        raise ArgumentError(f"{what} must be{_range(least, most if near else None)}, found {shown(number)}")
+    if most is not None and number > most:
+        raise ArgumentError(f"{what} must be{_range(least, most)}, found {shown(number)}")
+    return number
+
+
+def _range(least: float | None, most: float | None, above: float | None = None) -> str:
+    """Limits for an error: " from 1 to 8", " at least 1", " above 0 and at most 1"; "" without any."""
+    if least is not None and most is not None:
+        return f" from {_number(least)} to {_number(most)}"
+    said = (("at least", least), ("above", above), ("at most", most))
+    told = " and ".join(f"{how} {_number(limit)}" for how, limit in said if limit is not None)
+    return told and f" {told}"
+
+
+def _number(limit: float) -> str:
+    return f"{limit}" if isinstance(limit, int) else f"{limit:g}"
 
 
 def real_number(value: Any) -> float:
@@ -101,11 +160,21 @@ def real_number(value: Any) -> float:
         return float("nan")
 
 
-def check_real(what: str, value: Any, wanted: str = "a finite number") -> float:
-    """The value as a finite float; text, booleans and arrays of several are refused."""
+def check_real(
+    what: str, value: Any, least: float | None = None, most: float | None = None, *, above: float | None = None
+) -> float:
+    """The value as a finite float within the limits, each None for no limit; text, booleans and arrays of several are
+    refused.
+    """
     number = real_number(value)
-    if not -float("inf") < number < float("inf"):
-        raise ArgumentError(f"{what} is {wanted}, found {shown(value)}")
+    if (
+        not -float("inf") < number < float("inf")
+        or (least is not None and number < least)
+        or (most is not None and number > most)
+        or (above is not None and number <= above)
+    ):
+        limits = _range(least, most, above)
+        raise ArgumentError(f"{what} must be a finite number{limits}, found {shown(value)}")
     return number
 
 
@@ -224,10 +293,81 @@ def check_path(what: str, value: Any) -> Path:
     return Path(text)
 
 
-def check_function(what: str, value: Any) -> None:
-    """Raises unless the value can be called."""
+def check_function(what: str, value: Any, wanted: str = "a function") -> Any:
+    """The value, once it can be called."""
     if not callable(value):
-        raise ArgumentError(f"{what} is a function, found {shown(value)}")
+        raise ArgumentError(f"{what} is {wanted}, found {shown(value)}")
+    return value
+
+
+@overload
+def check_type(rule: str, value: Any, kind: type[T]) -> T: ...
+
+
+@overload
+def check_type(rule: str, value: Any, kind: Any) -> Any: ...
+
+
+def check_type(rule: str, value: Any, kind: Any) -> Any:
+    """The value, once it is an instance of a type, of a union of them, or of one of a tuple.
+
+    Args:
+        rule: the first half of the error: "options are geartrain.ReplayOptions".
+    """
+    if not isinstance(value, kind):
+        raise ArgumentError(f"{rule}, found {shown(value)}")
+    return value
+
+
+def check_calls(rule: str, value: Any, *names: str) -> Any:
+    """The value, once it has methods of these names. The rule is the first half of the error."""
+    if not all(callable(getattr(value, name, None)) for name in names):
+        raise ArgumentError(f"{rule}, found {shown(value)}")
+    return value
+
+
+def check_names_of(what: str, values: Any, *, empty: bool = False) -> tuple[str, ...]:
+    """Names of fields, each once, and at least one unless there may be none (`empty`)."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise ArgumentError(f"{what} is a list of names, found {shown(values)}")
+    for name in values:
+        check_type(f"{what} is a list of names", name, str)
+    if len(set(values)) != len(values) or not (values or empty):
+        raise ArgumentError(f"{what} names each field once, and at least one; found {shown(values)}")
+    return tuple(values)
+
+
+def check_array(rule: str, array: Array, shape: tuple[int, ...], kinds: str = "biuf") -> Array:
+    """The array, once it has the shape, -1 for any length, and one of the dtype kinds. Empty ones may have any dtype.
+
+    Args:
+        rule: the first half of the error: "rows are whole numbers (n,)".
+    """
+    fits = len(array.shape) == len(shape) and all(map(lambda n, found: n in (-1, found), shape, array.shape))
+    if not fits or (array.size and array.dtype.kind not in kinds):
+        raise ArgumentError(f"{rule}, found {array.dtype} {array.shape}")
+    return array
+
+
+def leave_out(why: str, **given: object) -> None:
+    """Raises `ArgumentError` if any of the options is given, that is not None, False or empty.
+
+    Args:
+        why: what they do not go with, for the error: "a view places its own windows".
+        given: each option's value, or whether it is given.
+    """
+    if names := [
+        f"{name}={value!r}" if isinstance(value, (str, int, float)) and value is not True else name
+        for name, value in given.items()
+        if value is not None and value is not False and value != ()
+    ]:
+        raise ArgumentError(f"{why}: leave out {' and '.join(names)}")
+
+
+def at_most_one(**given: object) -> None:
+    """Raises `ArgumentError` if more than one of the options is given, that is not None."""
+    if len(names := [name for name, value in given.items() if value is not None]) > 1:
+        raise ArgumentError(f"{' and '.join(names)} exclude each other: give one of them")
 
 
 def check_secret(value: Any) -> bytes:
@@ -241,9 +381,9 @@ def check_secret(value: Any) -> bytes:
 
 def check_store(store: Any) -> None:
     """Raises unless the value is a rendezvous store, or None."""
-    if store is not None and not all(callable(getattr(store, call, None)) for call in ("set", "get", "check")):
-        raise ArgumentError(
-            f"store must have set, get and check, like a store of torch.distributed; found {shown(store)}"
+    if store is not None:
+        check_calls(
+            "store must have set, get and check, like a store of torch.distributed", store, "set", "get", "check"
         )
 
 
@@ -256,16 +396,16 @@ def shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)"
 
 
-def nanoseconds(what: str, seconds: float) -> int:
-    """A limit in seconds, above zero, as at least one nanosecond."""
-    if not seconds <= 1e9:  # thirty years; also refuses NaN
-        raise ArgumentError(f"{what} must be at most 1e9 seconds, found {seconds} (leave it out for no limit)")
-    return max(1, int(seconds * 1e9))
-
-
 def timeout(timeout_s: float, name: str = "timeout_s") -> float:
     """The longest wait, in seconds: from 0, which does not wait, to 1e9. There is no wait without an end."""
     number = real_number(timeout_s)
     if not 0 <= number <= 1e9:
         raise ArgumentError(f"{name} must be from 0 to 1e9 seconds, found {shown(timeout_s)}")
     return number
+
+
+#: Options that many doors have.
+FLAG = checked(check_flag)
+SECONDS = checked(lambda what, value: timeout(value, what))
+SEED = checked(check_whole, 0, 2**64 - 1)
+THREADS = checked(check_whole, 1, MAX_THREADS)

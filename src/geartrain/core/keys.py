@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from geartrain.core.arguments import check_whole, shown
+from geartrain.core.arguments import check_calls, check_whole, shown
 from geartrain.errors import ArgumentError
 
 
@@ -85,7 +85,7 @@ class Keys:
             is_array = np.ndim(store) > 0
             object.__setattr__(self, "store", self._column("store", np.uint64) if is_array else _store_id(store))
         elif not 0 <= store < 2**64:
-            raise ArgumentError(f"the id of a store is a whole number from 0 to 2**64 - 1, found {store}")
+            _store_id(store)
 
     def _column(self, name: str, dtype: Any) -> NDArray[Any]:
         array = _whole(f"{name}s", getattr(self, name), dtype)
@@ -377,11 +377,9 @@ def check_keys(keys: object) -> Keys:
     """The keys, from the numbers of `Keys.as_array` too; raises `ArgumentError` for anything else."""
     if isinstance(keys, Keys):
         return keys
-    if not hasattr(keys, "__array__"):
-        raise ArgumentError(
-            f"keys must be geartrain.Keys, as batches and inserts return them; found {type(keys).__name__}"
-        )
-    return Keys.from_array(keys)
+    return Keys.from_array(
+        check_calls("keys must be geartrain.Keys, as batches and inserts return them", keys, "__array__")
+    )
 
 
 def _whole(what: str, values: Any, dtype: Any) -> NDArray[Any]:
@@ -402,10 +400,7 @@ def _whole(what: str, values: Any, dtype: Any) -> NDArray[Any]:
 
 
 def _store_id(store: Any) -> int:
-    number = check_whole("a store's id", store)
-    if not 0 <= number < 2**64:
-        raise ArgumentError(f"a store's id is a whole number from 0 to 2**64 - 1, found {shown(store)}")
-    return number
+    return check_whole("a store's id", store, 0, 2**64 - 1)
 
 
 def _joined_stores(parts: Sequence[Keys]) -> int | NDArray[np.uint64] | None:

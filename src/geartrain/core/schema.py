@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from geartrain.core.arguments import check_flag, check_text, check_whole, shown
+from geartrain.core.arguments import check_flag, check_text, check_whole, leave_out, optional, shown
 from geartrain.core.dtypes import DTYPES, Dtype, as_dtype, numpy_dtype
 from geartrain.errors import ArgumentError, SchemaError
 
@@ -275,8 +275,8 @@ def check_max_length(fields: Mapping[str, Field], max_length: int | None) -> int
     """
     timed = [name for name, field in fields.items() if not field.per_row]
     if not timed:
-        if max_length is not None and check_whole("max_length", max_length) != 1:
-            raise ArgumentError(f"max_length={shown(max_length)}, but every field is per_row: such a row has one step")
+        if optional(check_whole, "max_length", max_length) not in (None, 1):
+            leave_out("every field is per_row: such a row has one step", max_length=max_length)
         return 1
     if max_length is None:
         first = fields[timed[0]]
@@ -285,13 +285,7 @@ def check_max_length(fields: Mapping[str, Field], max_length: int | None) -> int
             f"example Store.create(..., {{{timed[0]!r}: Field({first.shape}, {first.dtype!r})}}, max_length=1000, "
             "...). A value that a row has once is Field(shape, dtype, per_row=True)"
         )
-    try:
-        length = check_whole("max_length", max_length)
-    except ArgumentError:
-        raise ArgumentError(f"max_length must be a whole number of steps, found {shown(max_length)}") from None
-    if not 1 <= length <= MAX_AXIS:
-        raise ArgumentError(f"max_length must be from 1 to {MAX_AXIS} steps, found {shown(length)}")
-    return length
+    return check_whole("max_length, in steps,", max_length, 1, MAX_AXIS)
 
 
 def plain(field: Field) -> Field:

@@ -16,10 +16,10 @@ from geartrain.integrations.datasets.importer import FORMATS, ImportReport, impo
 
 __all__ = [
     "EXPORT_FORMATS",
+    "FORMATS",
     "Episode",
     "ExportReport",
     "Extent",
-    "FORMATS",
     "ImportReport",
     "Source",
     "export_store",

@@ -36,8 +36,8 @@ import os
 import time
 from pathlib import Path
 
-from geartrain.core.arguments import check_flag, check_path, check_real, shown, whole_number
-from geartrain.errors import ArgumentError, JobInterruptedError, JobTimeoutError, ProcessDiedError
+from geartrain.core.arguments import check_flag, check_path, check_real, check_type, check_whole
+from geartrain.errors import JobInterruptedError, JobTimeoutError, ProcessDiedError
 from geartrain.launch.actor_pool import ActorContext, ActorPool
 from geartrain.launch.context import Context, context
 from geartrain.launch.hosts import HostPosition, host_position
@@ -88,17 +88,14 @@ def run(
     """
     from geartrain.launch.launcher import Launcher  # a job's processes do not need it, and start faster
 
-    if not isinstance(job, Job):
-        raise ArgumentError(f"launch.run takes a Job, or what load() returns; found {shown(job)}")
-    if position is not None and not isinstance(position, HostPosition):
-        raise ArgumentError(f"position is a HostPosition, or None; found {shown(position)}")
+    check_type("launch.run takes a Job, or what load() returns", job, Job)
+    check_type("position is a HostPosition, or None", position, HostPosition | None)
     check_flag("fresh", fresh)
     if live is not None:
         check_flag("live", live)
-    if not check_real("every_s", every_s) > 0:
-        raise ArgumentError(f"every_s is above zero, found {every_s}")
+    check_real("every_s", every_s, above=0)
     if metrics_port is not None:
-        whole_number("metrics_port", metrics_port, 65535)
+        check_whole("metrics_port", metrics_port, 0, 65535)
     position = position or host_position(os.environ)
     name = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}" + ("" if position.hosts == 1 else f"-host{position.host}")
     logs = check_path("folder", folder) if folder is not None else Path("runs") / name

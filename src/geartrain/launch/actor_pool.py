@@ -28,7 +28,12 @@ from typing import IO, Any
 
 import geartrain.launch.actor_process as actor_process
 from geartrain.actors.policy import Policy
-from geartrain.core.arguments import check_function, check_whole, default_threads, shown, whole_number
+from geartrain.core.arguments import (
+    check_function,
+    check_type,
+    check_whole,
+    default_threads,
+)
 from geartrain.core.counters import SharedCounters
 from geartrain.core.lifetime import Uncopied, on_error
 from geartrain.core.process_report import register
@@ -93,17 +98,15 @@ class ActorPool(Uncopied, elsewhere="it supervises processes of this one"):
         max_restarts: int = 10,
         threads: int = 1,
     ) -> None:
-        if not isinstance(store, Store):
-            raise ArgumentError(f"the actors of a pool write into a Store of this host, found {shown(store)}")
+        check_type("the actors of a pool write into a Store of this host", store, Store)
         if actor_process.importing_main:
             raise ArgumentError(f"an actor cannot make a pool: {MAIN_GUARD}")
         check_function("make_environments", make_environments)
         check_function("make_policy", make_policy)
-        if not 1 <= check_whole("actors", actors) <= MOST_ACTORS:
-            raise ArgumentError(f"a pool has from 1 to {MOST_ACTORS} actors, found {shown(actors)}")
+        check_whole("actors", actors, 1, MOST_ACTORS)
         actors = int(actors)
         check_whole("seed", seed)
-        whole_number("max_restarts", max_restarts, 2**31)
+        check_whole("max_restarts", max_restarts, 0, 2**31)
         default_threads(threads)
         check_steps(publish_every, overlap, store.max_length)
         self.store = store

@@ -14,8 +14,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args
 
-from geartrain.core.arguments import check_choice, check_keywords, check_path, check_text, did_you_mean, shown
-from geartrain.core.shared_files import Trust, check_trust
+from geartrain.core.arguments import (
+    FLAG,
+    Options,
+    check_choice,
+    check_keywords,
+    check_path,
+    check_real,
+    check_text,
+    check_type,
+    check_whole,
+    checked,
+    did_you_mean,
+    leave_out,
+    optional,
+    shown,
+)
+from geartrain.core.shared_files import Trust
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain.launch.role_hosts import HostTerms, check_classes, check_terms, class_names, resolve_hosts
 from geartrain.store.tasked import Output
@@ -37,8 +52,17 @@ _LONGEST_S = 1e9
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
+_OPTIONAL_THREADS = checked(lambda what, value: optional(check_whole, what, value, 1, 2**31))
+
+
+def _checked_word(what: str, value: Any) -> str:
+    if not isinstance(value, str) or not _WORD.fullmatch(value):
+        raise ArgumentError(f"{what} is a plain word, found {shown(value)}")
+    return value
+
+
 @dataclass(frozen=True)
-class Role:
+class Role(Options):
     """Processes of a job that run the same code.
 
     `learners`, `agents`, `actors`, `workers` and `reducers` make the usual roles.
@@ -65,38 +89,28 @@ class Role:
         memory_gb: memory of each process to request; by default the scheduler decides.
     """
 
-    name: str
+    name: str = field(metadata=checked(_checked_word))
     run: Target
-    processes: int = 1
-    kind: Kind = "other"
+    processes: int = field(default=1, metadata=checked(check_whole, 1, 2**31))
+    kind: Kind = field(default="other", metadata=checked(check_choice, get_args(Kind)))
     args: Mapping[str, Any] = field(default_factory=dict)
-    max_restarts: int = 0
-    threads: int | None = 1
+    max_restarts: int = field(default=0, metadata=checked(check_whole, 0, 2**31))
+    threads: int | None = field(default=1, metadata=_OPTIONAL_THREADS)
     env: Mapping[str, str] = field(default_factory=dict)
     hosts: HostTerms = "all"
-    silent_s: float | None = None
-    cpus: float | None = None
-    gpus: int = 0
-    memory_gb: float | None = None
+    silent_s: float | None = field(default=None, metadata=checked(check_real, None, _LONGEST_S, above=0))
+    cpus: float | None = field(default=None, metadata=checked(check_real, None, 1e9, above=0))
+    gpus: int = field(default=0, metadata=checked(check_whole, 0, 10**9))
+    memory_gb: float | None = field(default=None, metadata=checked(check_real, None, 1e9, above=0))
+
+    ABOUT = "role '{0.name!s:.80}': "
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _WORD.fullmatch(self.name):
-            raise ArgumentError(f"a role's name is a plain word, found {self.name!r}")
+        super().__post_init__()
         about = f"role {self.name!r}"
-        check_choice(f"{about}: kind", self.kind, get_args(Kind))
         object.__setattr__(self, "hosts", check_terms(about, self.hosts))
-        _whole(about, "processes", self.processes, 1)
-        _whole(about, "max_restarts", self.max_restarts, 0)
-        if self.threads is not None:
-            _whole(about, "threads", self.threads, 1)
-        if self.silent_s is not None:
-            _seconds(about, "silent_s", self.silent_s)
-        _check_amount(about, "cpus", self.cpus)
-        _check_amount(about, "gpus", self.gpus, whole=True)
-        _check_amount(about, "memory_gb", self.memory_gb)
         for what, given in (("env", self.env), ("args", self.args)):
-            if not isinstance(given, Mapping):
-                raise ArgumentError(f"{about}: {what} is a table of names and values, found {given!r}")
+            check_type(f"{about}: {what} is a table of names and values", given, Mapping)
         object.__setattr__(self, "run", target_of(about, self.run))
         if not all(isinstance(value, str) for value in [*self.env, *self.env.values()]):
             raise ArgumentError(f"{about}: env holds strings, found {dict(self.env)}")
@@ -234,21 +248,17 @@ def workers(
         ('reward', 'worker', 2)
     """
     check_keywords("launch.workers", options, Role)
-    if not isinstance(task, str) or not task:
-        raise ArgumentError(f"a task is the name of a task of the store, found {shown(task)}")
-    name = name or task
+    name = name or check_text("the name of a task", task)
     about = f"role {name!r}"
     for what, value in (("rows", rows), ("max_items", max_items), ("concurrency", concurrency)):
-        if value is not None:
-            _whole(about, what, value, 1)
-    if of is not None and max_items is None:
-        raise ArgumentError(f"{about}: of={shown(of)} is the axis that max_items counts, which is missing")
+        optional(check_whole, f"{about}: {what}", value, 1, 2**31)
+    optional(check_text, f"{about}: of", of)
+    if max_items is None:
+        leave_out(f"{about}: of= is the axis that max_items counts, which is missing", of=of)
     check_choice(f"{about}: output", output, get_args(Output))
-    if not isinstance(store, str) or (of is not None and not isinstance(of, str)):
-        raise ArgumentError(f"{about}: store and of are names, found store={shown(store)} and of={shown(of)}")
+    check_text(f"{about}: store", store, empty=True)
     target = target_of(about, run)
-    if not isinstance(target, str):
-        raise ArgumentError(f"{about}: run is a function or class that is called with claims of {task!r}, no command")
+    check_type(f"{about}: run is a function or class that is called with claims of {task!r}, no command", target, str)
     given = {
         "task": task,
         "run": target,
@@ -286,14 +296,14 @@ def reducers(
         options: as for `Role`.
     """
     check_keywords("launch.reducers", options, Role)
-    _whole(f"role {name!r}", "window_bytes", window_bytes, 1, 2**48)
-    _whole(f"role {name!r}", "threads", threads, 1, 64)
+    check_whole(f"role {name!r}: window_bytes", window_bytes, 1, 2**48)
+    check_whole(f"role {name!r}: threads", threads, 1, 64)
     args = {"window_bytes": window_bytes, "threads": threads}
     return Role(name, REDUCE, processes, "reducer", args=args, max_restarts=max_restarts, **options)
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Options):
     """A job: its name and its roles.
 
     Attributes:
@@ -331,20 +341,21 @@ class Job:
         ['learner x 2', 'agent x 1', 'actor x 4', 'reducer x 2', 'logger x 1']
     """
 
-    name: str
+    name: str = field(metadata=checked(_checked_word))
     roles: Sequence[Role]
-    timeout_s: float | None = None
-    stop_s: float = 10.0
-    keep_store: Keep = "on_failure"
-    directory: str = ""
-    trust: Trust = "user"
+    timeout_s: float | None = field(default=None, metadata=checked(check_real, None, _LONGEST_S, above=0))
+    stop_s: float = field(default=10.0, metadata=checked(check_real, None, _LONGEST_S, above=0))
+    keep_store: Keep = field(default="on_failure", metadata=checked(check_choice, get_args(Keep)))
+    directory: str = field(default="", metadata=checked(check_text, empty=True))
+    trust: Trust = field(default="user", metadata=checked(check_choice, get_args(Trust)))
     hosts: Mapping[str, HostTerms] = field(default_factory=dict)
-    serve_stores: bool = False
+    serve_stores: bool = field(default=False, metadata=FLAG)
     shared_memory_gb: float | Mapping[str, float] | None = None
 
+    ABOUT = "job '{0.name!s:.80}': "
+
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _WORD.fullmatch(self.name):
-            raise ArgumentError(f"a job's name is a plain word, found {self.name!r}")
+        super().__post_init__()
         if not isinstance(self.roles, Sequence) or not all(isinstance(role, Role) for role in self.roles):
             raise ArgumentError(
                 f"job {self.name!r}: roles is a list of what learners, agents, actors, workers and Role make, found "
@@ -365,27 +376,14 @@ class Job:
         if self.learner is None and any(role.kind == "reducer" for role in self.roles):
             raise ArgumentError(f"job {self.name!r}: reducers sum what learners send, and there are no learners")
         object.__setattr__(self, "hosts", check_classes(f"job {self.name!r}", self.hosts))
-        for role in self.roles:
-            if unknown := [each for each in class_names(str(role.hosts)) if each not in self.hosts]:
-                raise ArgumentError(
-                    f"role {role.name!r}: there is no class of hosts {unknown[0]!r}; the job defines "
-                    f"{', '.join(sorted(self.hosts)) or 'none'} (hosts){did_you_mean(unknown, self.hosts)}"
-                )
-        for terms in check_shared_memory(f"job {self.name!r}", self.shared_memory_gb):
+        by_user = [(f"role {role.name!r}", str(role.hosts)) for role in self.roles]
+        shared = check_shared_memory(f"job {self.name!r}", self.shared_memory_gb)
+        for user, terms in [*by_user, *((f"job {self.name!r}: shared_memory_gb", each) for each in shared)]:
             if unknown := [each for each in class_names(terms) if each not in self.hosts]:
                 raise ArgumentError(
-                    f"job {self.name!r}: shared_memory_gb: there is no class of hosts {unknown[0]!r}; the job defines "
+                    f"{user}: there is no class of hosts {unknown[0]!r}; the job defines "
                     f"{', '.join(sorted(self.hosts)) or 'none'} (hosts){did_you_mean(unknown, self.hosts)}"
                 )
-        if self.timeout_s is not None:
-            _seconds(f"job {self.name!r}", "timeout_s", self.timeout_s)
-        _seconds(f"job {self.name!r}", "stop_s", self.stop_s)
-        if not isinstance(self.directory, str):
-            raise ArgumentError(f"job {self.name!r}: directory is a path as a string, found {shown(self.directory)}")
-        check_choice(f"job {self.name!r}: keep_store", self.keep_store, get_args(Keep))
-        check_trust(self.trust)
-        if not isinstance(self.serve_stores, bool):
-            raise ArgumentError(f"job {self.name!r}: serve_stores is true or false, found {self.serve_stores!r}")
         if self.serve_stores and self.learner is None:
             raise ArgumentError(f"job {self.name!r}: serve_stores serves the stores of learners, and there are none")
         directory = check_path(f"job {self.name!r}: directory", self.directory or ".")
@@ -449,9 +447,7 @@ def load(description: str) -> Job:
         raise ArgumentError(
             f"{description} raised {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
         ) from error
-    if not isinstance(found, Job):
-        raise ArgumentError(f"{description} is {type(found).__name__}, and not a geartrain.launch.Job")
-    return found
+    return check_type(f"{description} is a geartrain.launch.Job", found, Job)
 
 
 #: Tables of a description, each a role of that name and kind.
@@ -461,8 +457,6 @@ _TABLES = ("learner", "agent", "actor", "reducer")
 def _from_toml(path: Path) -> Job:
     try:
         tables = _toml().loads(path.read_text())
-    except FileNotFoundError:
-        raise ArgumentError(f"there is no file {path}") from None
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -471,8 +465,7 @@ def _from_toml(path: Path) -> Job:
         raise ArgumentError(f"{path} is not TOML of a job: its lists and tables are nested too deeply") from None
     roles: list[Role] = []
     others = tables.pop("role", {})
-    if not isinstance(others, dict):
-        raise ArgumentError(f"{path}: role is the tables [role.NAME], found {others!r}")
+    check_type(f"{path}: role is the tables [role.NAME]", others, dict)
     for kind in _TABLES:
         table = tables.pop(kind, None)
         if table is not None:
@@ -496,8 +489,7 @@ def _from_toml(path: Path) -> Job:
 
 def _role(path: Path, table_name: str, kind: str, table: Any) -> Role:
     """The role of a table: [learner], [agent], [actor], [reducer], or [role.NAME], which may say its kind or task."""
-    if not isinstance(table, dict):
-        raise ArgumentError(f"{path}: [{table_name}] is a table")
+    check_type(f"{path}: [{table_name}] is a table", table, dict)
     works = "task" in table and table_name.startswith("role.")
     if works and table.get("kind", "worker") != "worker":
         raise ArgumentError(
@@ -519,7 +511,7 @@ def _role(path: Path, table_name: str, kind: str, table: Any) -> Role:
         raise ArgumentError(f"{path}: [{table_name}] needs run")
     if works:
         known |= {"task", "rows", "max_items", "of", "concurrency", "store", "output"}
-    options = dict(table)
+    options: dict[str, Any] = dict(table)
     name = table_name
     if table_name.startswith("role."):
         name = table_name.removeprefix("role.")
@@ -638,17 +630,6 @@ def _file_module(path: Path, given: str) -> ModuleType:
     raise ArgumentError(f"{path} cannot be imported as {path.stem!r}: another module has that name, or it is no name")
 
 
-def _seconds(about: str, what: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LONGEST_S:
-        raise ArgumentError(f"{about}: {what} must be above 0 and at most {_LONGEST_S:g} s, found {value!r}")
-
-
-def _whole(about: str, what: str, value: Any, least: int, most: int = 2**31) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        upto = f"to {most}" if isinstance(value, int) and value > most else "on"
-        raise ArgumentError(f"{about}: {what} is a whole number from {least} {upto}, found {shown(value)}")
-
-
 def check_shared_memory(about: str, given: Any) -> dict[str, float]:
     """Shared memory by terms of hosts: a number is that of all.
 
@@ -667,16 +648,6 @@ def check_shared_memory(about: str, given: Any) -> dict[str, float]:
             )
         checked[check_terms(f"{about}: shared_memory_gb", terms)] = float(value)
     return checked
-
-
-def _check_amount(about: str, what: str, value: Any, *, whole: bool = False) -> None:
-    """Raises `ArgumentError` for an invalid amount of a resource. None is valid and means unspecified."""
-    if value is None:
-        return
-    kinds = int if whole else int | float
-    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < 1e9 or (value == 0 and not whole):
-        allowed = "a whole number from 0 on" if whole else "a number above 0"
-        raise ArgumentError(f"{about}: {what} is {allowed}, found {value!r}")
 
 
 __all__ = [

@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from geartrain.core.arguments import whole_number
+from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
 from geartrain.launch.hosts import POD, PORT
 from geartrain.launch.job import Job
@@ -93,7 +93,7 @@ def job_set(
     for variable, value in (env or {}).items():
         if not _VARIABLE.fullmatch(variable) or not value.isprintable():
             raise ArgumentError(f"an environment variable is NAME=VALUE on one line, found {variable}={value!r}")
-    max_restarts = whole_number("max_restarts", max_restarts, 2**31)
+    max_restarts = check_whole("max_restarts", max_restarts, 0, 2**31)
     groups = list(_groups(job, host_resources(job, hosts)))
     master = f"{name}-{groups[0][0]}-0-0.{name}:{PORT}"
     position = f"{hosts}@{master}" if hosts > 1 else f"{hosts}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from geartrain.core.arguments import check_whole
-from geartrain.errors import ArgumentError
 from geartrain.launch.job import Job, check_shared_memory
 from geartrain.launch.placed_role import place
 from geartrain.launch.role_hosts import resolve_hosts
@@ -49,8 +48,7 @@ def host_resources(job: Job, hosts: int) -> list[HostResources]:
     Raises:
         ArgumentError: the job cannot be placed on so many hosts.
     """
-    if check_whole("the number of a job's hosts", hosts) < 1:
-        raise ArgumentError(f"a job runs on a whole number of hosts, from 1 on, found {hosts!r}")
+    check_whole("the number of a job's hosts", hosts, 1)
     placed = place(job, hosts)
     shared = _shared_memory(job, hosts)
     found = []

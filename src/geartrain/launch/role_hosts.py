@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from geartrain.core.arguments import shown
+from geartrain.core.arguments import check_type, shown
 from geartrain.errors import ArgumentError
 
 #: Hosts of a role or a class: terms, or a list of host numbers.
@@ -37,11 +37,8 @@ def check_terms(about: str, given: Any) -> str:
         if not given or not all(type(each) is int and each >= 0 for each in given):
             raise ArgumentError(f"{about}: hosts is a list of host numbers, from 0 on, found {given!r}")
         given = ",".join(map(str, given))
-    if not isinstance(given, str):
-        raise ArgumentError(
-            f"{about}: hosts is 'all', 'first', ranges such as '0-3,6-' or a class of hosts, as a string, or a list of "
-            f"host numbers; found {given!r}"
-        )
+    wanted = "'all', 'first', ranges such as '0-3,6-' or a class of hosts, as a string, or a list of host numbers"
+    check_type(f"{about}: hosts is {wanted}", given, str)
     terms = [term.strip() for term in given.split(",")]
     for term in terms:
         found = _RANGE.fullmatch(term)
@@ -61,11 +58,10 @@ def check_classes(about: str, classes: Any) -> dict[str, str]:
     Raises:
         ArgumentError: a name is no plain word, or the terms are none or name another class.
     """
-    if not isinstance(classes, Mapping):
-        raise ArgumentError(
-            f"{about}: hosts is a table of classes of hosts, such as simulators = '2-', found {classes!r}; how many "
-            "hosts there are is said when the job is launched"
-        )
+    told = (
+        "a table of classes of hosts, such as simulators = '2-' (how many there are is said when the job is launched)"
+    )
+    check_type(f"{about}: hosts is {told}", classes, Mapping)
     checked = {}
     for name, terms in classes.items():
         if not isinstance(name, str) or not _CLASS.fullmatch(name) or name in _ALL:

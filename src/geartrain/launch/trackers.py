@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from geartrain.core.arguments import check_real, shown, whole_number
+from geartrain.core.arguments import check_calls, check_function, check_real, check_whole
 from geartrain.core.shared_files import Trust, check_trust
-from geartrain.errors import ArgumentError
 from geartrain.launch.host_metrics import METRICS, values_of
 from geartrain.launch.host_snapshot import take_snapshot
 
@@ -47,12 +46,9 @@ class TrackerCallback:
     def __init__(
         self, write: Callable[[dict[str, float], int], object], every_s: float = 10.0, trust: Trust = "user"
     ) -> None:
-        if not callable(write):
-            raise ArgumentError(f"write is a function of scalars and the step, found {shown(write)}")
+        check_function("write", write, "a function of scalars and the step")
         self._write = write
-        self._every_s = check_real("every_s", every_s)
-        if self._every_s < 0:
-            raise ArgumentError(f"every_s is at least zero, found {every_s}")
+        self._every_s = check_real("every_s", every_s, 0)
         self._trust = check_trust(trust)
         self._due_s = 0.0
         self._counted: tuple[float, dict[str, float]] = (0.0, {})
@@ -66,7 +62,7 @@ class TrackerCallback:
         Raises:
             ArgumentError: `step` is not a whole number from 0 to 2^63 - 1.
         """
-        step = whole_number("step", step, _MOST_STEPS)
+        step = check_whole("step", step, 0, _MOST_STEPS)
         now_s = time.monotonic()
         if now_s < self._due_s:
             return False
@@ -102,8 +98,7 @@ class TensorBoardCallback(TrackerCallback):
     """
 
     def __init__(self, writer: Any, every_s: float = 10.0, trust: Trust = "user") -> None:
-        if not callable(getattr(writer, "add_scalar", None)):
-            raise ArgumentError(f"writer is a SummaryWriter, found {shown(writer)}")
+        check_calls("writer is a SummaryWriter", writer, "add_scalar")
 
         def write(scalars: Mapping[str, float], step: int) -> None:
             for name, value in scalars.items():
@@ -131,8 +126,7 @@ class WandbCallback(TrackerCallback):
     """
 
     def __init__(self, run: Any, every_s: float = 10.0, trust: Trust = "user") -> None:
-        if not callable(getattr(run, "log", None)):
-            raise ArgumentError(f"run is what wandb.init() returns, found {shown(run)}")
+        check_calls("run is what wandb.init() returns", run, "log")
         super().__init__(lambda scalars, step: run.log(scalars, step=step), every_s, trust)
 
 

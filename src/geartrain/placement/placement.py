@@ -25,9 +25,12 @@ from numpy.typing import ArrayLike, NDArray
 from geartrain.core.arguments import (
     check_choice,
     check_flag,
+    check_names_of,
     check_real,
+    check_type,
     check_whole,
     default_threads,
+    optional,
     shown,
     timeout,
 )
@@ -43,7 +46,7 @@ from geartrain.ranks.torch_rank_group import as_rank_group
 from geartrain.replay.distributed.assignment import assign
 from geartrain.replay.distributed.members import Members, check_same
 from geartrain.replay.distributed.messages import PROTOCOL
-from geartrain.replay.fetch_plan import FetchPlan, check_names_of
+from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.replay.windows import as_windows
 from geartrain.store.store import Store
 
@@ -92,15 +95,12 @@ class Placement(Closing, elsewhere="each rank makes its own, in its process"):
         window: int | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        if not isinstance(store, Store):
-            raise ArgumentError(f"a placement is of a Store, this rank's shard; found {shown(store)}")
+        check_type("a placement is of a Store, this rank's shard", store, Store)
         check_choice("by", by, ("priority", "rows"))
         timeout(timeout_s)
         for what, names in (("inputs", inputs), ("targets", targets)):
-            if names is not None:
-                check_names_of(what, names)
-        if window is not None and not 1 <= check_whole("window", window) < 2**31:
-            raise ArgumentError(f"a window has at least one step, found window={shown(window)}")
+            optional(check_names_of, what, names, empty=True)
+        optional(check_whole, "window", window, 1, 2**31 - 1)
         if inputs is None and targets is None:
             inputs = targets = list(store.fields)
         inputs, targets = list(inputs or ()), list(targets or ())
@@ -380,10 +380,8 @@ class Placement(Closing, elsewhere="each rank makes its own, in its process"):
                 f"the store {self.store.name!r} has priority_per='step', whose rows cannot be moved: save a "
                 "checkpoint and load it into other shards instead"
             )
-        if not 0 <= check_real("tolerance", tolerance, "a share, from 0 to 1") <= 1:
-            raise ArgumentError(f"tolerance is a share, from 0 to 1, found {tolerance}")
-        if max_bytes is not None and check_whole("max_bytes", max_bytes) < 0:
-            raise ArgumentError(f"max_bytes must be at least 0, found {max_bytes}")
+        check_real("tolerance", tolerance, 0, 1)
+        optional(check_whole, "max_bytes", max_bytes, 0)
         check_flag("progress", progress)
         arguments = self._group.all_gather_object((tolerance, max_bytes))
         for rank, (their_tolerance, their_bytes) in enumerate(arguments):

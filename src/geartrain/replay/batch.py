@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
 
-from geartrain.core.arguments import check_flag, did_you_mean, shown
+from geartrain.core.arguments import check_flag, check_type, did_you_mean, shown
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, FieldError, MissingDependencyError
 from geartrain.store.recorder import REPEATS
@@ -146,8 +146,7 @@ class Batch(_WeaklyReferable):
             device = torch.device(device) if isinstance(device, str) else device
         except RuntimeError:
             device = ascii(device)
-        if not isinstance(device, torch.device):
-            raise ArgumentError(f"device is a name such as 'cuda:0', or a torch.device; found {shown(device)}")
+        check_type("device is a name such as 'cuda:0', or a torch.device", device, torch.device)
         non_blocking = check_flag("non_blocking", non_blocking)
 
         def move(value: Any) -> Any:

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from geartrain.core.arguments import check_whole
+from geartrain.core.arguments import (
+    SEED,
+    Options,
+    check_names_of,
+    check_type,
+    check_whole,
+    checked,
+    leave_out,
+    optional,
+    shown,
+)
 from geartrain.errors import ArgumentError, ReadOnlyStoreError
 from geartrain.ranks.rank_group import RankGroup
 from geartrain.replay.batch import Batch
 from geartrain.replay.cost import Cost, as_cost
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import Assignment
-from geartrain.replay.fetch_plan import As, FetchPlan, Pad, check_names_of, check_same_schema
-from geartrain.replay.options import MAX_PREFETCH, RankOptions, ReplayOptions, check_within
+from geartrain.replay.fetch_plan import As, FetchPlan, Pad, check_same_schema
+from geartrain.replay.options import MAX_PREFETCH, RankOptions, ReplayOptions
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.transitions import TransitionPlan, Transitions
 from geartrain.replay.windows import Windows, as_windows, check_windows
 from geartrain.selection.declared import MAX_DRAWS
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Mixture, Selection, strategies_of, with_seeds
-from geartrain.selection.strategy import Strategy, check_seed, traits_of
+from geartrain.selection.strategy import Strategy, traits_of
 from geartrain.store.recorder import EPISODES, shares_rows
 from geartrain.store.store import Store
 
@@ -48,7 +58,7 @@ class ReplayKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ReplayConfig:
+class ReplayConfig(Options):
     """The arguments and options of a `Replay`, as its builders take them; see there.
 
     Attributes:
@@ -61,12 +71,12 @@ class ReplayConfig:
         ArgumentError: values out of range, or some that do not go together.
     """
 
-    batch_size: int
+    batch_size: int = field(metadata=checked(check_whole, 1, MAX_DRAWS))
     fields: Sequence[str] | None
     window: int | Windows | None
     pad: Pad
     first_only: Sequence[str]
-    prefetch: int
+    prefetch: int = field(metadata=checked(check_whole, 0, MAX_PREFETCH))
     output: As
     num_batches: int | None
     min_rows: int | None
@@ -85,17 +95,14 @@ class ReplayConfig:
     keep: Literal["saved"] | None
 
     def __post_init__(self) -> None:
-        check_within("batch_size", check_whole("batch_size", self.batch_size), 1, MAX_DRAWS)
-        check_within("prefetch", check_whole("prefetch", self.prefetch), 0, MAX_PREFETCH)
-        check_within("num_batches", self.num_batches, 0, 2**63 - 1)
+        super().__post_init__()
+        optional(check_whole, "num_batches", self.num_batches, 0, 2**63 - 1)
         if self.update_lag is not None and self.update_lag < self.prefetch:
             raise ArgumentError(
                 "update_lag must be at least prefetch, because batches are drawn that much earlier; found "
                 f"update_lag={self.update_lag} with prefetch={self.prefetch}"
             )
-        if self.fields is not None:
-            check_names_of("fields", self.fields)
-        object.__setattr__(self, "balance", as_cost(self.balance))
+        optional(check_names_of, "fields", self.fields)
         if self.device is not None and self.output != "torch":
             raise ArgumentError(
                 f"batches on a device are torch tensors, found output={self.output!r}; they support DLPack"
@@ -104,8 +111,7 @@ class ReplayConfig:
         if self.view is not None:
             self._check_view(self.view)
         if self.inputs is not None or self.targets is not None:
-            if self.fields is not None:
-                raise ArgumentError("give fields, or inputs and targets, not both")
+            leave_out("inputs and targets name the fields of pipeline stages", fields=self.fields)
             object.__setattr__(self, "inputs", list(self.inputs or ()))
             object.__setattr__(self, "targets", list(self.targets or ()))
             object.__setattr__(self, "fields", list(dict.fromkeys([*(self.inputs or ()), *(self.targets or ())])))
@@ -121,16 +127,11 @@ class ReplayConfig:
         return 0 if self.update_lag is None else self.update_lag - self.prefetch
 
     def _check_view(self, view: Transitions) -> None:
-        if not isinstance(view, Transitions):
-            raise ArgumentError(f"a view is a geartrain.Transitions, found {view!r}")
-        if self.window is not None or self.pad != "left":
-            raise ArgumentError("a view places its own windows: leave out window and pad")
-        if self.first_only:
-            raise ArgumentError("a transition has no window whose first step could be taken: leave out first_only")
-        if self.device is not None:
-            raise ArgumentError("views are built in host memory: leave out device, and move batches with batch.to()")
-        if self.inputs is not None or self.targets is not None:
-            raise ArgumentError("a view has no inputs and targets of pipeline stages: give fields")
+        check_type("a view is a geartrain.Transitions", view, Transitions)
+        placed = {"window": self.window, "pad": self.pad != "left" and self.pad}
+        leave_out("a view places its own windows and takes all of their steps", **placed, first_only=self.first_only)
+        leave_out("views are built in host memory (move batches with batch.to())", device=self.device is not None)
+        leave_out("a view has no stages of a pipeline", inputs=self.inputs, targets=self.targets)
 
 
 def stores_of(store: object) -> list[Store]:
@@ -138,14 +139,13 @@ def stores_of(store: object) -> list[Store]:
     if isinstance(store, Store):
         return [store]
     if not isinstance(store, Sequence) or not store or not all(isinstance(each, Store) for each in store):
-        raise ArgumentError(f"a replay takes a Store, or a list of them for a Mixture; found {store!r}")
+        raise ArgumentError(f"a replay takes a Store, or a list of them for a Mixture; found {shown(store)}")
     return list(store)
 
 
 def seeded_selection(stores: Sequence[Store], selection: Selection, seed: int) -> Selection:
     """The selection with all its seeds. Raises `ArgumentError` unless it fits the stores."""
-    check_whole("seed", seed)
-    check_seed(seed)
+    SEED("seed", seed)
     if isinstance(selection, Mixture):
         if len(selection.strategies) != len(stores):
             raise ArgumentError(
@@ -230,8 +230,8 @@ def _check_shared_rows(store: Store, strategy: Strategy, windows: Windows | None
             f"Epochs(over='steps'), or Prioritized with priority_per='step'; found {strategy!r}. Without "
             "window= and view= the first two give whole episodes"
         )
-    if windows is not None and windows.stride != 1:
-        raise ArgumentError(f"{several}, which have windows told by every step: leave out stride={windows.stride}")
+    if windows is not None:
+        leave_out(f"{several}, which have windows told by every step", stride=windows.stride != 1 and windows.stride)
 
 
 __all__ = ["ReplayConfig", "ReplayKeywords", "make_samplers", "seeded_selection", "stores_of"]

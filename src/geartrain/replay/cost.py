@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from geartrain.core.arguments import shown, whole_number
+from geartrain.core.arguments import Options, check_text, check_type, check_whole, checked
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch_lengths import BatchLengths
 
@@ -14,7 +14,7 @@ _MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Cost:
+class Cost(Options):
     """The cost of a row: `per_item` * s + `per_square` * s * s, added up over its sequences of s items.
 
     A sequence is a row's part of the axis, or, if a field divides the axis, each part of it. `per_square` stands for
@@ -33,15 +33,12 @@ class Cost:
         Cost(axis='tokens', per_item=12288, per_square=2)
     """
 
-    axis: str
-    per_item: int = 1
-    per_square: int = 0
+    axis: str = field(metadata=checked(check_text))
+    per_item: int = field(default=1, metadata=checked(check_whole, 0, _MOST))
+    per_square: int = field(default=0, metadata=checked(check_whole, 0, _MOST))
 
     def __post_init__(self) -> None:
-        if not isinstance(self.axis, str) or not self.axis:
-            raise ArgumentError(f"a cost is counted along an axis, given by its name; found {shown(self.axis)}")
-        for name in ("per_item", "per_square"):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), _MOST))
+        super().__post_init__()
         if self.per_item == self.per_square == 0:
             raise ArgumentError("per_item or per_square must be above 0: else all rows cost nothing")
 
@@ -63,9 +60,7 @@ def as_cost(balance: object) -> Cost | None:
     """The cost that `RankOptions(balance=...)` names; raises `ArgumentError` for what is none."""
     if balance is None or isinstance(balance, Cost):
         return balance
-    if not isinstance(balance, str):
-        raise ArgumentError(f"balance is the name of an axis, such as 'tokens', or a Cost; found {shown(balance)}")
-    return Cost(balance)
+    return Cost(check_type("balance is the name of an axis, such as 'tokens', or a Cost", balance, str))
 
 
 __all__ = ["Cost", "as_cost"]

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from geartrain.core.arguments import check_choice, default_threads
+from geartrain.core.arguments import (
+    at_most_one,
+    check_array,
+    check_choice,
+    default_threads,
+    leave_out,
+)
 from geartrain.core.dtypes import count_write
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
@@ -29,7 +35,6 @@ from geartrain.replay.fetch_plan import (
     FetchedRows,
     FetchPlan,
     Pad,
-    check_names_of,
     check_same_schema,
     fetch_rows,
 )
@@ -126,8 +131,7 @@ def fetch(
         >>> store.close()
     """
     keys = given = check_keys(keys)
-    if not isinstance(on_stale, str) or on_stale not in ("raise", "drop"):
-        raise ArgumentError(f"on_stale is 'raise' or 'drop', found {on_stale!r}")
+    check_choice("on_stale", on_stale, ("raise", "drop"))
     check_choice("path", path, get_args(Path))
     if isinstance(store, ServedRows):
         here = out is not None or threads is not None or path != "auto"
@@ -135,14 +139,9 @@ def fetch(
             raise ArgumentError(f"{store!r} supports only fields, window (a number), ends, pad, output and on_stale")
         return store.fetch(keys, fields=fields, window=window, ends=ends, pad=pad, output=output, on_stale=on_stale)
     if isinstance(store, Store) and store.plan is not None:
-        placed = window is not None or ends is not None or starts is not None or pad != "left"
-        if placed or out is not None or path != "auto":
-            raise ArgumentError(
-                f"the store {store.name!r} has axes, strings or tasks: its rows are read whole into memory of their "
-                f"own. Leave out window, ends, starts, pad, out and path"
-            )
-        if fields is not None:
-            check_names_of("fields", fields)
+        why = f"the store {store.name!r} has axes, strings or tasks: its rows are read whole into memory of their own"
+        placed = {"window": window, "ends": ends, "starts": starts, "pad": pad != "left" and pad}
+        leave_out(why, **placed, out=out, path=path != "auto" and path)
         keys.check_store(store.id, store.name)
         reader_of = functools.partial(store.packed_reader, threads=default_threads(threads))
         return fetch_packed(reader_of, store.plan, keys, fields, check_output(output), on_stale)
@@ -166,8 +165,8 @@ def fetch(
     device = None if out is None else _device_of(out, output)
     if out is not None:
         count_write(out.values())
-    if device is None and path != "auto":
-        raise ArgumentError(f"path={path!r} says how rows reach tensors on a device: pass these as out=")
+    if device is None:
+        leave_out("no out= on a device that rows would have a path to", path=path != "auto" and path)
     if len(stores) > 1:
         check_same_schema(plans)
         plans = [plan.of_fields(plans[0].names) for plan in plans]  # stores may have them in another order
@@ -262,21 +261,16 @@ def _on_device(array: Any) -> bool:
 def _told_windows(window: int | Windows | None, ends: ArrayLike | None, starts: ArrayLike | None) -> Windows | None:
     """The windows of a fetch, once `ends` or `starts` go with them."""
     given = "`ends`" if ends is not None else "`starts`"
-    if ends is not None and starts is not None:
-        raise ArgumentError("give `ends` or `starts`, not both: a window has one anchor")
+    at_most_one(ends=ends, starts=starts)
     if window is None:
-        if ends is not None or starts is not None:
-            raise ArgumentError(f"{given} has no effect without a window: give window=")
+        leave_out("without window= there is none to place", ends=ends, starts=starts)
         return None
     if not isinstance(window, Windows):
         windows = as_windows(window)
         return windows if starts is None or windows is None else Windows(windows.length, anchor="first")
-    if window.function is not None or window.stride != 1:
-        raise ArgumentError("a fetch draws no windows: leave out stride, and a function as at=")
-    if window.offsets is not None and window.at != "any":
-        raise ArgumentError(
-            f"offsets of a fetch count from `ends`, or from the step that a key names: leave out at={window.at!r}"
-        )
+    leave_out("a fetch draws no windows", at=window.function, stride=window.stride != 1 and window.stride)
+    if window.offsets is not None:
+        leave_out("offsets count from `ends`, or from the step of a key", at=window.at != "any" and window.at)
     if ends is None and starts is None:
         return window
     if window.at != "any" or window.from_first != (starts is not None):
@@ -285,9 +279,7 @@ def _told_windows(window: int | Windows | None, ends: ArrayLike | None, starts: 
 
 
 def _checked_ends(n: int, ends: ArrayLike, what: str) -> NDArray[np.int32]:
-    array = np.asarray(ends)
-    if array.shape != (n,) or array.dtype.kind not in "iu":
-        raise ArgumentError(f"`{what}` must be {n} whole numbers, found {array.dtype} {array.shape}")
+    array = check_array(f"`{what}` must be {n} whole numbers", np.asarray(ends), (n,), "iu")
     return np.clip(array.astype(np.float64), -1, 2**31 - 1).astype(np.int32)  # what is cut here no row has
 
 

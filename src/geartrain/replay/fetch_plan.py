@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import default_threads, is_masked
+from geartrain.core.arguments import check_choice, check_names_of, check_type, default_threads, is_masked, leave_out
 from geartrain.core.dtypes import (
     DTYPES,
     as_raw,
@@ -124,22 +124,15 @@ class FetchPlan(BatchFields):
     ) -> FetchPlan:
         """A plan, once everything asked for makes sense; raises `FieldError` or `ArgumentError` otherwise."""
         schema = store.fields
-        if fields is not None:
-            check_names_of("fields", fields)
-        names = list(schema) if fields is None else list(fields)
-        if not names or len(set(names)) != len(names):
-            raise ArgumentError(f"name each field once, and at least one; found {names}")
+        names = list(schema if fields is None else check_names_of("fields", fields))
         for name in names:
             store.field_number(name)
         windows = as_windows(window)
-        if not isinstance(pad, str) or pad not in ("left", "right"):
-            raise ArgumentError(f"pad is 'left' or 'right', found {pad!r}")
-        if windows is not None and windows.offsets is not None and pad != "left":
-            raise ArgumentError("steps with offsets are padded where they are missing: leave out pad")
-        check_names_of("first_only", first_only)
+        check_choice("pad", pad, ("left", "right"))
+        if windows is not None and windows.offsets is not None:
+            leave_out("steps with offsets are padded where they are missing", pad=pad != "left" and pad)
         taken = steps_taken(store, names, windows, first_only)
-        if not isinstance(output, str) or output not in ("torch", "numpy"):
-            raise ArgumentError(f"output is 'torch' or 'numpy', found {output!r}")
+        check_choice("output", output, ("torch", "numpy"))
         if output == "torch":
             require_torch("a batch of tensors", "; output='numpy' makes arrays")
             find_operators()
@@ -251,8 +244,7 @@ class FetchPlan(BatchFields):
 
     def check_out(self, out: Mapping[str, Any], n: int) -> list[Any]:
         """The caller's own arrays in field order, raw, once they have the batch's shapes and dtypes."""
-        if not isinstance(out, Mapping):
-            raise ArgumentError(f"`out` has an array for each field by name, found {type(out).__name__}")
+        check_type("`out` has an array for each field by name", out, Mapping)
         if set(out) != set(self.names):
             raise ArgumentError(f"`out` needs exactly the fields {self.names}, found {list(out)}")
         outputs = []
@@ -349,17 +341,6 @@ def fetch_rows(
     return whole._replace(torn_count=int(np.count_nonzero(whole.torn)))
 
 
-def check_names_of(what: str, names: object) -> None:
-    """Raises `ArgumentError` unless these are names of fields, several of them."""
-    if isinstance(names, str):
-        raise ArgumentError(f"`{what}` is a list of names, found the single string {names!r}")
-    if not isinstance(names, Sequence) or isinstance(names, bytes):
-        raise ArgumentError(f"`{what}` is a list of names, found {names!r}")
-    for name in names:
-        if not isinstance(name, str):
-            raise ArgumentError(f"`{what}` is a list of names, found {name!r} in it")
-
-
 def check_same_schema(plans: Sequence[FetchPlan]) -> None:
     """Raises `ArgumentError` unless rows of all plans have the same fields, and so can stand in one batch."""
     first = plans[0]
@@ -376,4 +357,4 @@ def check_same_schema(plans: Sequence[FetchPlan]) -> None:
             )
 
 
-__all__ = ["As", "BatchFields", "FetchPlan", "FetchedRows", "Pad", "check_names_of", "check_same_schema", "fetch_rows"]
+__all__ = ["As", "BatchFields", "FetchPlan", "FetchedRows", "Pad", "check_same_schema", "fetch_rows"]

@@ -17,13 +17,21 @@ transition has a goal of another episode.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from geartrain.core.arguments import check_choice, check_whole
+from geartrain.core.arguments import (
+    Options,
+    check_array,
+    check_choice,
+    check_function,
+    check_text,
+    check_whole,
+    checked,
+)
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, FieldError
 
@@ -35,10 +43,11 @@ _STRATEGIES: dict[str, int] = {"future": 1, "final": 2, "episode": 3}
 _ACHIEVED, _DESIRED = "achieved_goal", "desired_goal"
 #: What a batch says of each transition: whether its goal was replaced.
 RELABELLED = "relabelled"
+_OF_GOALS = checked(check_function, "a function of achieved and desired goals")
 
 
 @dataclass(frozen=True)
-class Hindsight:
+class Hindsight(Options):
     """Hindsight experience replay: replaces goals of transitions by goals that the same row achieved.
 
     Pass it to `Transitions(hindsight=...)`. Each transition is relabelled with probability k / (k + 1). Its desired
@@ -83,26 +92,13 @@ class Hindsight:
         >>> store.close()
     """
 
-    strategy: GoalStrategy = "future"
-    k: int = 4
+    strategy: GoalStrategy = field(default="future", metadata=checked(check_choice, _STRATEGIES))
+    k: int = field(default=4, metadata=checked(check_whole, 0, 2**31 - 1))
     _: KW_ONLY
-    reward: GoalFunction
-    terminated: GoalFunction | None = None
-    achieved_goal: str | None = None
-    desired_goal: str | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("the strategy", self.strategy, _STRATEGIES)
-        if not 0 <= check_whole("k", self.k) < 2**31:
-            raise ArgumentError(f"k must be from 0 to 2**31 - 1, found {self.k}")
-        if not callable(self.reward):
-            raise ArgumentError(f"reward is a function of achieved and desired goals, found {self.reward!r}")
-        if self.terminated is not None and not callable(self.terminated):
-            raise ArgumentError(f"terminated is a function of achieved and desired goals, found {self.terminated!r}")
-        for what in ("achieved_goal", "desired_goal"):
-            name = getattr(self, what)
-            if name is not None and not isinstance(name, str):
-                raise ArgumentError(f"{what} is the name of a field, found {name!r}")
+    reward: GoalFunction = field(metadata=_OF_GOALS)
+    terminated: GoalFunction | None = field(default=None, metadata=_OF_GOALS)
+    achieved_goal: str | None = field(default=None, metadata=checked(check_text))
+    desired_goal: str | None = field(default=None, metadata=checked(check_text))
 
     def goals_in(self, fields: Mapping[str, Field], observations: list[str]) -> tuple[str, str]:
         """Names of the fields of achieved and of desired goals.
@@ -194,12 +190,8 @@ def _values(what: str, given: ArrayLike, n: int) -> NDArray[Any]:
         numbers = values.astype(np.float64) if values.dtype.kind == "O" else values
     except (TypeError, ValueError, RuntimeError):  # torch's for a tensor that requires a gradient
         raise ArgumentError(f"Hindsight's {what} returns (N,) numbers, found {type(given).__name__}") from None
-    if numbers.shape != (n,) or numbers.dtype.kind not in "biuf":
-        raise ArgumentError(
-            f"Hindsight's {what} returns (N,) numbers, one for each of {n} transitions, found {numbers.dtype} "
-            f"{numbers.shape}"
-        )
-    return numbers
+    rule = f"Hindsight's {what} returns (N,) numbers, one for each of {n} transitions"
+    return check_array(rule, numbers, (n,))  # type: ignore[no-any-return]
 
 
 def native_goals(

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain.core.locks as locks
+from geartrain.core.arguments import check_whole, leave_out
 from geartrain.core.keys import Keys
 from geartrain.core.lifetime import living
 from geartrain.errors import ArgumentError, ReplayError, StoreClosedError
@@ -174,10 +175,8 @@ def check_keep(keep: str | None, stores: Sequence[Store], selection: Selection, 
     """Raises `ArgumentError` where batches of these stores cannot keep their rows, or be drawn in a strict order."""
     for store, strategy in zip(stores, strategies_of(selection), strict=True):
         has_tasks = store.plan is not None and bool(store.plan.tasks)
-        if traits_of(strategy).strict and not has_tasks:
-            raise ArgumentError(
-                f"the store {store.name!r} has no tasks, so that no row is waited for: leave out strict=True"
-            )
+        if not has_tasks:
+            leave_out(f"no row of {store.name!r} is waited for, as it has no tasks", strict=traits_of(strategy).strict)
         if keep is None:
             continue
         if not has_tasks:
@@ -188,8 +187,7 @@ def check_keep(keep: str | None, stores: Sequence[Store], selection: Selection, 
                 f"keep='saved' needs rows that are drawn once, and {store.name!r} has max_times_sampled={samples}: "
                 "create it with max_times_sampled=1, the default with tasks"
             )
-        if batch_size > MAX_PLACES:
-            raise ArgumentError(f"with keep='saved' batch_size is at most {MAX_PLACES}, found {batch_size}")
+        check_whole("batch_size with keep='saved'", batch_size, 1, MAX_PLACES)
         _check_repeatable(strategy)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_whole, did_you_mean, shown, some_of, whole_number
+from geartrain.core.arguments import SEED, check_whole, did_you_mean, shown, some_of
 from geartrain.errors import ArgumentError, FieldError
 from geartrain.replay.batch_lengths import BatchLengths
 from geartrain.store.packed import PackedFields, SelectedFields, spread
@@ -34,10 +34,10 @@ def mini_batches(
         step: the batch's number.
         n, epochs, seed: as there.
     """
-    n = check_whole("n", n)
-    epochs = whole_number("epochs", epochs, 2**63 - 1, least=1)
-    seed = whole_number("seed", seed, 2**64 - 1)
-    if n < 1 or len(known) % n:
+    n = check_whole("n", n, 1)
+    epochs = check_whole("epochs", epochs, 1, 2**63 - 1)
+    seed = SEED("seed", seed)
+    if len(known) % n:
         raise ArgumentError(f"n must divide the {len(known)} rows of the global batch, found {shown(n)}")
     return _mini_batches(batch, known, step, n, epochs, seed)
 
@@ -142,9 +142,7 @@ class MiniBatch(SelectedFields):
             SchemaError: the store has no such axis.
             FieldError: the batch has no field of the axis.
         """
-        most = check_whole("max_items", max_items)
-        if most < 1:
-            raise ArgumentError(f"max_items must be above zero, found {shown(max_items)}")
+        most = check_whole("max_items", max_items, 1)
         axes = self._counted_axes(of)
         by = self._unit_of(axes)
         known = self._known

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from geartrain.core.arguments import check_choice, check_whole
-from geartrain.errors import ArgumentError
+from geartrain.core.arguments import (
+    SECONDS,
+    SEED,
+    THREADS,
+    Options,
+    check_choice,
+    check_function,
+    check_names_of,
+    check_whole,
+    checked,
+    leave_out,
+)
 from geartrain.ranks.rank_group import RankGroup
 from geartrain.ranks.topology import Mesh
 from geartrain.replay.batch import Batch
 from geartrain.replay.cost import Cost, as_cost
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
-from geartrain.replay.fetch_plan import Pad, check_names_of
-from geartrain.selection.arguments import check_number
-from geartrain.selection.strategy import check_seed
+from geartrain.replay.fetch_plan import Pad
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,7 +34,7 @@ MAX_UPDATE_LAG = 2 * MAX_PREFETCH
 
 
 @dataclass(frozen=True)
-class ReplayOptions:
+class ReplayOptions(Options):
     """Rare options of a `Replay`: `Replay(store, selection, 256, options=ReplayOptions(min_rows=1000))`.
 
     Args:
@@ -68,34 +76,22 @@ class ReplayOptions:
         60.0
     """
 
-    min_rows: int | None = None
-    min_steps: int | None = None
-    timeout_s: float = 60.0
-    threads: int | None = None
-    update_lag: int | None = None
-    pad: Pad = "left"
-    first_only: Sequence[str] = ()
-    transform: Callable[[Batch], Any] | None = None
-    keep: Literal["saved"] | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_within("min_rows", self.min_rows, 1, 2**32)
-        check_within("min_steps", self.min_steps, 1, 2**63 - 1)
-        check_within("update_lag", self.update_lag, 0, MAX_UPDATE_LAG)
-        check_number("timeout_s", self.timeout_s, "from 0 to 1e9 seconds", least=0)
-        if self.timeout_s > 1e9:
-            raise ArgumentError(f"timeout_s must be from 0 to 1e9 seconds, found {self.timeout_s}")
-        check_names_of("first_only", self.first_only)
-        if self.transform is not None and not callable(self.transform):
-            raise ArgumentError(f"transform is a function of a batch, found {self.transform!r}")
-        if self.keep is not None:
-            check_choice("keep", self.keep, ("saved",))
-        check_seed(self.seed)
+    min_rows: int | None = field(default=None, metadata=checked(check_whole, 1, 2**32))
+    min_steps: int | None = field(default=None, metadata=checked(check_whole, 1, 2**63 - 1))
+    timeout_s: float = field(default=60.0, metadata=SECONDS)
+    threads: int | None = field(default=None, metadata=THREADS)
+    update_lag: int | None = field(default=None, metadata=checked(check_whole, 0, MAX_UPDATE_LAG))
+    pad: Pad = field(default="left", metadata=checked(check_choice, ("left", "right")))
+    first_only: Sequence[str] = field(default=(), metadata=checked(check_names_of, empty=True))
+    transform: Callable[[Batch], Any] | None = field(
+        default=None, metadata=checked(check_function, "a function of a batch")
+    )
+    keep: Literal["saved"] | None = field(default=None, metadata=checked(check_choice, ("saved",)))
+    seed: int = field(default=0, metadata=SEED)
 
 
 @dataclass(frozen=True)
-class RankOptions:
+class RankOptions(Options):
     """How batches are divided over ranks; `Replay(group=pg)` is short for `Replay(group=RankOptions(pg))`.
 
     Args:
@@ -121,32 +117,16 @@ class RankOptions:
 
     group: ProcessGroup | RankGroup | None = None
     mesh: Mesh | None = None
-    inputs: Sequence[str] | None = None
-    targets: Sequence[str] | None = None
-    assignment: Assignment = "local_first"
-    balance: str | Cost | None = None
+    inputs: Sequence[str] | None = field(default=None, metadata=checked(check_names_of, empty=True))
+    targets: Sequence[str] | None = field(default=None, metadata=checked(check_names_of, empty=True))
+    assignment: Assignment = field(default="local_first", metadata=checked(check_choice, ASSIGNMENTS))
+    balance: str | Cost | None = field(default=None, metadata=checked(lambda what, value: as_cost(value)))
 
     def __post_init__(self) -> None:
-        for what, names in (("inputs", self.inputs), ("targets", self.targets)):
-            if names is not None:
-                check_names_of(what, names)
-        check_choice("assignment", self.assignment, ASSIGNMENTS)
-        if as_cost(self.balance) is not None and self.assignment == "ordered":
-            raise ArgumentError(
-                "balance= chooses the replica of each row by its cost: leave out assignment='ordered', which gives "
-                "replica i the i-th slice"
-            )
+        super().__post_init__()
+        if self.balance is not None:
+            ordered = self.assignment == "ordered" and self.assignment
+            leave_out("balance= chooses the replica of each row by its cost", assignment=ordered)
 
 
-def check_within(what: str, value: int | None, least: int, most: int) -> None:
-    """Raises `ArgumentError` for what is neither None nor a whole number within the limits."""
-    if value is None:
-        return
-    number = check_whole(what, value)
-    if number < least:
-        raise ArgumentError(f"{what} must be at least {least}, found {value}")
-    if number > most:
-        raise ArgumentError(f"{what} is at most {most}, found {value}")
-
-
-__all__ = ["MAX_PREFETCH", "RankOptions", "ReplayOptions", "check_within"]
+__all__ = ["MAX_PREFETCH", "RankOptions", "ReplayOptions"]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import some_of
+from geartrain.core.arguments import check_names_of, leave_out, some_of
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, FieldError, StaleKeyError
@@ -300,9 +300,7 @@ def fetch_packed(
     Raises:
         FieldError: a task that writes one of the fields is not done for some of the rows.
     """
-    names = list(plan.fields) if fields is None else list(fields)
-    if not names or len(set(names)) != len(names):
-        raise ArgumentError(f"name each field once, and at least one; found {names}")
+    names = list(plan.fields if fields is None else check_names_of("fields", fields))
     reader = reader_of(names)
     while True:
         found = reader.read(keys)
@@ -321,11 +319,8 @@ def fetch_packed(
 def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayConfig, of_mesh: bool) -> bool:
     """Whether the batches of a replay are packed ones. Raises `ArgumentError` for what such stores do not have."""
     if all(store.plan is None for store in stores):
-        if config.balance is not None:
-            raise ArgumentError(
-                f"balance= is of rows with different lengths, and the store {stores[0].name!r} has no axes: leave it "
-                f"out"
-            )
+        balance = config.balance is not None
+        leave_out(f"rows of {stores[0].name!r} have no lengths of different axes", balance=balance)
         return False
     what = f"the store {next(store for store in stores if store.plan is not None).name!r} has axes, strings or tasks"
     refused = {

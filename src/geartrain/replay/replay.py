@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 
 import geartrain.core.trace as trace
 from geartrain._native import forks
-from geartrain.core.arguments import check_whole, shown
+from geartrain.core.arguments import check_type, check_whole
 from geartrain.core.keys import Keys
 from geartrain.core.lifetime import Lifetime
 from geartrain.core.process_report import register
@@ -151,8 +151,7 @@ class Replay(Lifetime, elsewhere="its store can be pickled; make a replay there,
         self.stores = stores = stores_of(store)
         self._read_only = next((each.name for each in stores if each.read_only), None)
         rare = ReplayOptions() if options is None else options
-        if not isinstance(rare, ReplayOptions):
-            raise ArgumentError(f"options are geartrain.ReplayOptions, found {shown(rare)}")
+        check_type("options are geartrain.ReplayOptions", rare, ReplayOptions)
         ranks = group if isinstance(group, RankOptions) else RankOptions(group)
         self.selection = with_room_for(as_windows(window), seeded_selection(stores, selection, rare.seed))
         self.batch_size = batch_size

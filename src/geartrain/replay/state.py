@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from geartrain.core.arguments import check_whole, whole_number
+from geartrain.core.arguments import SEED, check_real, check_type, check_whole, optional
 from geartrain.errors import ArgumentError
-from geartrain.selection.arguments import check_number
-from geartrain.selection.strategy import check_seed
 
 
 def checked_state(state: object, seed: int | None, identities: Mapping[str, list[str]], stores: int) -> dict[str, Any]:
@@ -25,31 +23,26 @@ def checked_state(state: object, seed: int | None, identities: Mapping[str, list
         ArgumentError: this is no state; it was taken with another seed, with more or fewer stores, or with the same
             ones in another order.
     """
-    if not isinstance(state, Mapping):
-        raise ArgumentError(f"a replay's state is the dict that `state_dict` returned, found {type(state).__name__}")
-    found = dict(state)
+    found: dict[str, Any] = dict(check_type("a replay's state is the dict that `state_dict` returned", state, Mapping))
     if missing := [name for name in ("seed", "step", "state", "exponents") if name not in found]:
         raise ArgumentError(f"this is no state of a replay: it has no {', '.join(missing)}")
-    check_seed(found["seed"])
-    whole_number("the state's step", found["step"], 2**63 - 1)
-    whole_number("the state's clock", found.get("clock", 0), 2**63 - 1)
+    optional(SEED, "the seed of the state", found["seed"])
+    check_whole("the state's step", found["step"], 0, 2**63 - 1)
+    check_whole("the state's clock", found.get("clock", 0), 0, 2**63 - 1)
     for name in ("state", "exponents", "stores", "names"):
-        if not isinstance(found.get(name, []), (list, tuple)):
-            raise ArgumentError(f"the state's {name!r} has an entry for each store, found {found[name]!r}")
+        check_type(f"the state's {name!r} has an entry for each store", found.get(name, []), (list, tuple))
     if len(found["state"]) != len(found["exponents"]):
         raise ArgumentError(f"{len(found['state'])} states came with {len(found['exponents'])} exponents")
     for each in found["state"]:
-        if not isinstance(each, Mapping):
-            raise ArgumentError(f"a strategy's state is a dict of numbers, found {each!r}")
+        check_type("a strategy's state is a dict of numbers", each, Mapping)
         for name, value in each.items():
             least = 0 if isinstance(name, str) and name.partition("/")[0] == "after" else -(2**63)  # a cursor
-            if not isinstance(name, str) or not least <= check_whole(f"the state's {name!r}", value) < 2**64:
-                raise ArgumentError(f"a strategy's state is whole numbers of 64 bits by name, found {name!r}: {value}")
+            check_type("a strategy's state has whole numbers by name", name, str)
+            check_whole(f"the state's {name!r}", value, least, 2**64 - 1)
     for alpha in found["exponents"]:
-        check_number("an exponent of the state", alpha, "a finite number above zero", least=0, above=True)
+        check_real("an exponent of the state", alpha, above=0)
     for each in [*found.get("stores", []), *found.get("names", [])]:
-        if not isinstance(each, str):
-            raise ArgumentError(f"the state's stores and names are texts, found {each!r}")
+        check_type("the state's stores and names are texts", each, str)
     if found["seed"] != seed:
         raise ArgumentError(f"the state was taken with seed {found['seed']}, the strategy has {seed}")
     if len(found["state"]) != stores:

@@ -27,20 +27,19 @@ Otherwise each array is contiguous.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_whole
+from geartrain.core.arguments import Options, check_names_of, check_real, check_type, check_whole, checked, leave_out
 from geartrain.core.dtypes import DTYPES, Dtype, as_tensor, is_exchanged, numpy_dtype
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, FieldError
 from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.replay.hindsight import RELABELLED, GatheredFields, Hindsight, Relabeller, native_goals
-from geartrain.selection.arguments import check_number
 from geartrain.store.recorder import OBSERVATIONS, REPEATS
 from geartrain.store.store import Store
 
@@ -52,7 +51,7 @@ _ROLES = {_REWARD: 2, _TERMINATED: 3, _TRUNCATED: 4, _LAST: 5}
 
 
 @dataclass(frozen=True)
-class Transitions:
+class Transitions(Options):
     """A view of recorded episodes as transitions, for `Replay(view=...)`: n-step returns and frame stacks.
 
     | in the batch | shape and dtype |
@@ -98,33 +97,19 @@ class Transitions:
         >>> store.close()
     """
 
-    n_step: int = 1
-    gamma: float = 0.99
-    frame_stack: int = 1
-    obs: Sequence[str] | None = None
+    n_step: int = field(default=1, metadata=checked(check_whole, 1))
+    gamma: float = field(default=0.99, metadata=checked(check_real, 0, 1))
+    frame_stack: int = field(default=1, metadata=checked(check_whole, 1))
+    obs: Sequence[str] | None = field(default=None, metadata=checked(check_names_of))
     hindsight: Hindsight | None = None
 
     def __post_init__(self) -> None:
-        for what, value in (("n_step", self.n_step), ("frame_stack", self.frame_stack)):
-            if check_whole(what, value) < 1:
-                raise ArgumentError(f"{what} must be at least 1, found {value}")
-        check_number("gamma", self.gamma, "from 0 to 1", least=0)
-        if not self.gamma <= 1:
-            raise ArgumentError(f"gamma must be from 0 to 1, found {self.gamma}")
         if isinstance(self.obs, str):
             object.__setattr__(self, "obs", (self.obs,))
-        elif self.obs is not None:
-            names = self.obs
-            if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
-                raise ArgumentError(f"obs is a list of names of fields, found {names!r}")
-        if self.hindsight is not None:
-            if not isinstance(self.hindsight, Hindsight):
-                raise ArgumentError(f"hindsight is a geartrain.Hindsight, found {self.hindsight!r}")
-            if self.n_step != 1:
-                raise ArgumentError(
-                    f"hindsight is of single steps, as every reward of an n-step sum would be another one: leave out "
-                    f"n_step={self.n_step}"
-                )
+        super().__post_init__()
+        if check_type("hindsight is a geartrain.Hindsight", self.hindsight, Hindsight | None) is not None:
+            several = self.n_step != 1 and self.n_step
+            leave_out("hindsight gives single steps other rewards, and an n-step sum has several", n_step=several)
 
     @property
     def window(self) -> int:

@@ -23,10 +23,19 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from geartrain.core.arguments import check_whole, shown
+from geartrain.core.arguments import (
+    FLAG,
+    Options,
+    check_array,
+    check_choice,
+    check_type,
+    check_whole,
+    checked,
+    leave_out,
+    shown,
+)
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
-from geartrain.selection.arguments import check_flag
 from geartrain.selection.declared import DeclaredStrategy
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Mixture, Selection, with_strategies
@@ -47,8 +56,12 @@ _MOST_OFFSETS = 1 << 20
 NativeWindows = tuple[int, bool, bool, int, int, bool, list[FieldSteps]]
 
 
+def _check_place(what: str, at: Any) -> Any:
+    return at if callable(at) else check_choice(what, at, _PLACES)
+
+
 @dataclass(frozen=True)
-class Windows:
+class Windows(Options):
     """Windows of `length` steps of each drawn row, for `Replay(window=...)` and `geartrain.fetch`.
 
     Each window has an anchor, which is one of its steps. With anchor="last" the window is the anchor and up to `length
@@ -112,49 +125,40 @@ class Windows:
         >>> store.close()
     """
 
-    length: int = 0
-    at: Literal["any", "start", "end", "episode"] | WindowFunction = "any"
-    anchor: Literal["last", "first"] = "last"
-    stride: int = 1
-    whole: bool = False
+    length: int = dataclasses.field(default=0, metadata=checked(check_whole, 1, 2**31 - 1))
+    at: Literal["any", "start", "end", "episode"] | WindowFunction = dataclasses.field(
+        default="any", metadata=checked(_check_place)
+    )
+    anchor: Literal["last", "first"] = dataclasses.field(
+        default="last", metadata=checked(check_choice, ("last", "first"))
+    )
+    stride: int = dataclasses.field(default=1, metadata=checked(check_whole, 1, 2**31 - 1))
+    whole: bool = dataclasses.field(default=False, metadata=FLAG)
     offsets: Mapping[str, Sequence[int]] | None = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         if self.offsets is not None:
             self._take_offsets(self.offsets)
-        if not 1 <= check_whole("window", self.length) < 2**31:
-            raise ArgumentError(f"a window has at least one step, and less than 2**31, found window={self.length}")
-        if not 1 <= check_whole("stride", self.stride) < 2**31:
-            raise ArgumentError(f"the stride of windows is at least 1, found {self.stride}")
-        check_flag("whole", self.whole)
-        if not callable(self.at) and (not isinstance(self.at, str) or self.at not in _PLACES):
-            raise ArgumentError(
-                f"windows are at 'any', 'start', 'end' or 'episode', or where a function says, found {self.at!r}"
-            )
-        if not isinstance(self.anchor, str) or self.anchor not in ("last", "first"):
-            raise ArgumentError(
-                f"anchor must be 'last' or 'first', the step that places a window; found anchor={self.anchor!r}"
-            )
-        if self.at != "any" and self.stride != 1:
-            raise ArgumentError(f"a stride is between windows that are drawn: leave out at={self.at!r}")
-        if self.at == "episode" and self.whole:
-            raise ArgumentError("an episode is padded where it is shorter than its window: leave out whole=True")
-        if self.at == "end" and self.anchor == "first":
-            raise ArgumentError("the anchor of windows at the end is their last step: leave out anchor='first'")
+        super().__post_init__()
+        if self.stride != 1:
+            leave_out("a stride is between windows that are drawn", at=self.at != "any" and self.at)
+        if self.at == "episode":
+            leave_out("an episode is padded where it is shorter than its window", whole=self.whole)
+        if self.at == "end":
+            leave_out("the anchor of windows at the end is their last step", anchor=self.anchor == "first" and "first")
 
     def _take_offsets(self, offsets: object) -> None:
         """Checks offsets, which are tuples from then on, and sets the length that follows from them."""
-        if not isinstance(offsets, Mapping) or not offsets:
-            raise ArgumentError(
-                f"offsets is a dict of whole numbers by field, and names at least one; found {shown(offsets)}"
-            )
-        taken = {name: _checked_offsets(name, steps) for name, steps in offsets.items()}
-        if self.at == "episode" or self.anchor != "last":
-            raise ArgumentError("offsets count from the drawn step: leave out anchor and at='episode'")
+        by_field = check_type("offsets is a dict of whole numbers by field", offsets, Mapping)
+        taken = {name: _checked_offsets(name, steps) for name, steps in by_field.items()}
+        at, anchor = self.at == "episode" and self.at, self.anchor != "last" and self.anchor
+        leave_out("offsets count from the drawn step", at=at, anchor=anchor)
+        if not taken:
+            raise ArgumentError("offsets names at least one field, found {}: leave it out")
         every = [0, *(step for steps in taken.values() for step in steps)]
         length = max(every) - min(every) + 1
-        if self.length not in (0, length):
-            raise ArgumentError(f"the length of windows follows from offsets, here {length}: leave out {self.length}")
+        given = self.length not in (0, length) and self.length
+        leave_out(f"the length of windows follows from offsets, here {length}", length=given)
         object.__setattr__(self, "length", length)
         object.__setattr__(self, "offsets", dict(sorted(taken.items())))
 
@@ -256,10 +260,7 @@ class Windows:
             return anchors
         lengths = lengths[here]
         found = np.asarray(self.function(keys[here], lengths.copy(), random[here]))
-        if found.shape != here.shape or found.dtype.kind not in "iu":
-            raise ArgumentError(
-                f"a function of windows returns a step for each of {len(here)} rows, found {found.dtype} {found.shape}"
-            )
+        check_array(f"a function of windows returns a step for each of {len(here)} rows", found, here.shape, "iu")
         least = self.first_anchor
         bad = np.flatnonzero((found < least) | (found > lengths - 1 - (self.need - least)))
         if bad.size:
@@ -272,26 +273,16 @@ class Windows:
 
 
 def _checked_offsets(name: object, steps: object) -> tuple[int, ...]:
-    if not isinstance(name, str):
-        raise ArgumentError(f"offsets has names of fields, found {shown(name)}")
-    given: tuple[object, ...] | None = None
+    check_type("offsets has names of fields", name, str)
+    given: tuple[object, ...] = ()
     if not isinstance(steps, (str, bytes, bytearray, Mapping)):
         with contextlib.suppress(TypeError):  # no iterable, or an array of no axis
             given = tuple(itertools.islice(steps, _MOST_OFFSETS + 1))  # type: ignore[call-overload]
-    if given is None:
-        raise ArgumentError(f"offsets[{name!r}] is a list of whole numbers, found {shown(steps)}")
-    if not given:
-        raise ArgumentError(f"offsets[{name!r}] names no step: leave it out for the drawn step, or give [0]")
-    if len(given) > _MOST_OFFSETS:
-        raise ArgumentError(f"a field has at most {_MOST_OFFSETS} offsets, offsets[{name!r}] has more")
-    found = tuple(check_whole(f"an offset of {name!r}", step) for step in given)
-    seen = set[int]()
-    for step in found:
-        if abs(step) >= 2**30:
-            raise ArgumentError(f"offsets are less than 2**30 steps, found {shown(step)} of {name!r}")
-        if step in seen:
-            raise ArgumentError(f"offsets[{name!r}] has {step} more than once: a field takes each step once")
-        seen.add(step)
+    if not 1 <= len(given) <= _MOST_OFFSETS:
+        raise ArgumentError(f"offsets[{name!r}] is a list of 1 to {_MOST_OFFSETS} whole numbers, found {shown(steps)}")
+    found = tuple(check_whole(f"an offset of {name!r}", step, 1 - 2**30, 2**30 - 1) for step in given)
+    if len(set(found)) < len(found):
+        raise ArgumentError(f"offsets[{name!r}] has a step more than once: a field takes each step once")
     return found
 
 
@@ -329,7 +320,7 @@ def steps_taken(
     fields, max_length = store.fields, store.max_length
     offsets = None if windows is None else windows.offsets
     if offsets is not None and first_only:
-        raise ArgumentError("first_only takes the first step of a window: leave it out, and give these fields offsets")
+        leave_out("offsets tell the steps of each field", first_only=first_only)
     for what, asked in (("offsets", offsets or {}), ("first_only", first_only)):
         for name in asked:
             store.field_number(name)
@@ -355,7 +346,7 @@ def as_windows(window: object) -> Windows | None:
     """Windows given as such, or by their length; None for whole rows. Raises `ArgumentError` for anything else."""
     if window is None or isinstance(window, Windows):
         return window
-    return Windows(window)  # type: ignore[arg-type]  # it checks
+    return Windows(check_whole("window", window, 1, 2**31 - 1))
 
 
 def check_windows(windows: Windows, store: Store, strategy: Strategy) -> None:
@@ -372,13 +363,11 @@ def check_windows(windows: Windows, store: Store, strategy: Strategy) -> None:
                 f"{name} draws steps by their priorities, and episodes have none: use Uniform(over='steps') "
                 "or Epochs(over='steps')"
             )
-        if windows.at not in ("any", "episode"):
-            raise ArgumentError(f"{name} draws the anchors of the windows: leave out at={windows.at!r}, or draw rows")
-        if by_step and windows.stride != 1:
-            raise ArgumentError(
-                f"steps are drawn by their priorities: leave out stride={windows.stride}, and set the "
-                "priorities of the steps between to 0"
-            )
+        at = windows.at not in ("any", "episode") and windows.at
+        leave_out(f"{name} draws the anchors of the windows, and no rows", at=at)
+        if by_step:
+            stride = windows.stride != 1 and windows.stride
+            leave_out("steps are drawn by their priorities (set those of the steps between to 0)", stride=stride)
 
 
 def with_room_for(windows: Windows | None, selection: Selection) -> Selection:

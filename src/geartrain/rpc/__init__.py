@@ -36,7 +36,7 @@ from typing import Any
 
 import geartrain.rpc.probe  # every node answers it
 import geartrain.rpc.tensors.calls  # noqa: F401  # and these
-from geartrain.core.arguments import check_keywords, check_store, timeout, whole_number
+from geartrain.core.arguments import check_keywords, check_store, check_whole, timeout
 from geartrain.core.lifetime import on_error
 from geartrain.errors import ArgumentError, GeartrainError, PeerLostError
 from geartrain.rpc.caller import Caller
@@ -111,7 +111,7 @@ def init(
     check_store(store)
     for what, number in (("rank", rank), ("world_size", world_size)):
         if number is not None:
-            whole_number(what, number, 2**31 - 1)
+            check_whole(what, number, 0, 2**31 - 1)
     if world_size is not None and not (0 if rank is None else rank) < world_size:
         raise ArgumentError(f"ranks are from 0 to world_size - 1, found rank={rank}, world_size={world_size}")
     if store is None and init_method is not None:

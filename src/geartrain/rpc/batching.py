@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from geartrain.core.arguments import check_flag, check_function, check_real, check_whole
+from geartrain.core.arguments import check_flag, check_function, check_real, check_whole, optional
 from geartrain.core.lifetime import living, on_error
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, BusyError, MessageError
@@ -46,17 +46,11 @@ class Batcher:
         stack: bool,
         on_batch: Callable[[BatchDone], object] | None = None,
     ) -> None:
-        waits = max_wait_us is None or 0 <= check_real("max_wait_us", max_wait_us) <= 1e15
-        check_whole("max_size", max_size)
-        check_whole("max_queued", max_queued)
+        optional(check_real, "max_wait_us", max_wait_us, 0, 1e15)
+        check_whole("max_size", max_size, 1)
+        check_whole("max_queued, the calls of a batch or more,", max_queued, max_size)
         check_flag("stack", stack)
-        if on_batch is not None:
-            check_function("on_batch", on_batch)
-        if max_size < 1 or max_queued < max_size or not waits:
-            raise ArgumentError(
-                f"a batch has at least one call, and the queue room for one batch; found max_size={max_size}, "
-                f"max_queued={max_queued}, max_wait_us={max_wait_us}"
-            )
+        optional(check_function, "on_batch", on_batch)
         self.__module__, self.__qualname__ = function.__module__, function.__qualname__
         self._function = function
         self._max_size, self._max_queued, self._stack = max_size, max_queued, stack

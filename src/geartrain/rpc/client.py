@@ -12,9 +12,8 @@ from typing import Any
 import geartrain._native as _native
 import geartrain.core.trace as trace
 import geartrain.errors as errors
-from geartrain.core.arguments import shown
+from geartrain.core.arguments import check_function
 from geartrain.errors import (
-    ArgumentError,
     GeartrainError,
     MessageError,
     PeerLostError,
@@ -283,8 +282,8 @@ class Client:
 
 def _registered(function: Any) -> str | None:
     """The name under which a function is registered; None of one that is not."""
-    if not callable(function):
-        raise ArgumentError(f"a function, or the name of one, is called; found {shown(function)}")
+    if not callable(function):  # once a call
+        check_function("what is called", function, "a function, or the name of one")
     try:
         return names.get(function)
     except TypeError:  # it has no hash

@@ -18,13 +18,12 @@ from geartrain.core.arguments import (
     check_function,
     check_store,
     check_text,
-    shown,
+    check_type,
     timeout,
 )
 from geartrain.core.lifetime import Lifetime, on_error
 from geartrain.core.process_report import register
 from geartrain.errors import (
-    ArgumentError,
     ConnectionClosedError,
     GeartrainError,
     ListenerGoneError,
@@ -128,13 +127,11 @@ class Node(
             ArgumentError: an argument is out of range.
         """
         rare = NodeOptions() if options is None else options
-        if not isinstance(rare, NodeOptions):
-            raise ArgumentError(f"options are geartrain.rpc.NodeOptions, found {shown(rare)}")
+        check_type("options are geartrain.rpc.NodeOptions", rare, NodeOptions)
         check_text("a node's name", name)
         pickle = check_flag("pickle", pickle)
         check_store(store)
-        if peers is not None and not isinstance(peers, Mapping):
-            raise ArgumentError(f"peers are addresses by name, found {shown(peers)}")
+        check_type("peers are addresses by name", peers, Mapping | None)
         for peer, address in (peers or {}).items():
             check_text("the name of a peer", peer)
             check_text(f"the address of peer {peer!r}", address)
@@ -254,8 +251,7 @@ class Node(
         Raises:
             ArgumentError: no class was given. Other errors are those of `call`.
         """
-        if not isinstance(cls, (str, type)):
-            raise ArgumentError(f"a peer makes objects of a class or of its name, found {shown(cls)}")
+        check_type("a peer makes objects of a class or of its name", cls, (str, type))
         name = cls if isinstance(cls, str) else names.get(cls, cls.__name__)
         return Remote(self, peer, self.call(peer, MAKE, name, args, kwargs))
 

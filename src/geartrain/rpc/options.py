@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from geartrain.core.arguments import whole_number
+from geartrain.core.arguments import FLAG, SECONDS, Options, check_texts, check_whole, checked
 from geartrain.device.device import DeviceRuntime
-from geartrain.errors import ArgumentError
-from geartrain.transport.connection import MessageLimits
+from geartrain.transport.connection import LIMITS, SPIN_US, MessageLimits
 
 
 @dataclass(frozen=True)
-class NodeOptions:
+class NodeOptions(Options):
     """Rare options of a `Node`: `rpc.Node("learner", options=rpc.NodeOptions(max_running=2))`.
 
     Args:
@@ -29,27 +28,22 @@ class NodeOptions:
         driver: runtime of other devices than CUDA's.
 
     Raises:
-        ArgumentError: a number of threads or calls is below 1. The node checks the others.
+        ArgumentError: an option is out of range.
 
     Examples:
         >>> NodeOptions(max_running=2).max_threads
         64
     """
 
-    max_threads: int = 64
-    max_running: int = 1
-    max_open: int = 1024
-    peer_timeout_s: float = 10.0
-    limits: MessageLimits | None = None
-    spin_us: float = 50.0
-    views: bool = True
-    advertise: Iterable[str] = ()
+    max_threads: int = field(default=64, metadata=checked(check_whole, 1, 2**31 - 1))
+    max_running: int = field(default=1, metadata=checked(check_whole, 1, 2**31 - 1))
+    max_open: int = field(default=1024, metadata=checked(check_whole, 1, 2**31 - 1))
+    peer_timeout_s: float = field(default=10.0, metadata=SECONDS)
+    limits: MessageLimits | None = field(default=None, metadata=LIMITS)
+    spin_us: float = field(default=50.0, metadata=SPIN_US)
+    views: bool = field(default=True, metadata=FLAG)
+    advertise: Iterable[str] = field(default=(), metadata=checked(check_texts))
     driver: DeviceRuntime | None = None
-
-    def __post_init__(self) -> None:
-        for what in ("max_threads", "max_running", "max_open"):
-            if whole_number(what, getattr(self, what), 2**31 - 1) < 1:
-                raise ArgumentError(f"{what} must be at least 1, found {getattr(self, what)}")
 
 
 __all__ = ["NodeOptions"]

@@ -11,7 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from geartrain.core.arguments import check_function, check_text, did_you_mean, timeout, whole_number
+from geartrain.core.arguments import (
+    check_function,
+    check_text,
+    check_whole,
+    did_you_mean,
+    timeout,
+)
 from geartrain.core.lifetime import Uncopied
 from geartrain.errors import ArgumentError, GeartrainError
 from geartrain.rpc.registry import function
@@ -66,7 +72,7 @@ class Topic(Uncopied, elsewhere="make another one there, with node.topic(...)"):
     """
 
     def __init__(self, node: Publishes, name: str, history: int = 1, timeout_s: float = 5.0) -> None:
-        history = whole_number("history", history, 2**31 - 1)
+        history = check_whole("history", history, 0, 2**31 - 1)
         self.name = check_text("a topic's name", name)
         self._node = node
         self._timeout_s = timeout(timeout_s)

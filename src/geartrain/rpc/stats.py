@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from geartrain.core.arguments import check_real
-from geartrain.errors import ArgumentError
 
 #: Buckets in each doubling of the duration: a quantile is right within 9 %.
 _PER_OCTAVE = 8
@@ -81,8 +80,7 @@ class Histogram:
         Raises:
             ArgumentError: `q` is below 0 or above 1.
         """
-        if not 0 <= check_real("a quantile", q) <= 1:
-            raise ArgumentError(f"a quantile is from 0 to 1, found {q}")
+        check_real("a quantile", q, 0, 1)
         missing = q * self.count
         for bucket in sorted(self._buckets):
             missing -= self._buckets[bucket]

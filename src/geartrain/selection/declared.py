@@ -5,7 +5,6 @@ Such a strategy has no drawing code of its own. So hosts, devices and ranks can 
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,8 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
+from geartrain.core.arguments import Options, check_type, check_whole
 from geartrain.errors import ArgumentError, NotEnoughRowsError
-from geartrain.selection.arguments import check_whole
 from geartrain.selection.shard import StepPlan
 from geartrain.selection.strategy import Candidates, Draw, Limits, Redraw, Traits, seed_of
 
@@ -53,7 +52,7 @@ class WholeGroups(NamedTuple):
     seen_counts: NDArray[np.uint32] | None = None
 
 
-class DeclaredStrategy(ABC):
+class DeclaredStrategy(Options, ABC):
     """Base of strategies that declare what they draw, so that hosts, devices and ranks can draw for them.
 
     A subclass has `seed` and `traits`, and `whole_groups` if its form is "groups". If it overrides `select`, that must
@@ -220,23 +219,15 @@ def first_rows(
 
 def check_drawn(candidates: Candidates, n: int, step: int, redraw: Redraw | None) -> None:
     """Raises `ArgumentError` unless these may be arguments of `select`."""
-    if not isinstance(candidates, Candidates) or not isinstance(redraw, Redraw | None):
-        raise ArgumentError(
-            f"select takes Candidates, and a Redraw or None; found {type(candidates).__name__} and "
-            f"{type(redraw).__name__}"
-        )
+    check_type("select takes Candidates", candidates, Candidates)
+    check_type("redraw is a Redraw, or None", redraw, Redraw | None)
     check_n(n)
     check_whole("step", step, 0, 2**64 - 1)
 
 
 def check_n(n: int) -> None:
     """Raises `ArgumentError` unless so many rows can be drawn at once."""
-    try:
-        is_possible = not isinstance(n, bool) and 0 < operator.index(n) <= MAX_DRAWS
-    except TypeError:
-        is_possible = False
-    if not is_possible:
-        raise ArgumentError(f"1 to {MAX_DRAWS} rows can be chosen at once, found {n!r}")
+    check_whole("n, the rows to choose,", n, 1, MAX_DRAWS)
 
 
 def check_groups(n: int, size: int) -> None:

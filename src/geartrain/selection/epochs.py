@@ -11,17 +11,17 @@ during the pass, which its sequence number shows, it belongs to the next pass.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.arguments import FLAG, SEED, Options, check_choice, checked
 from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError, TurnoverError
-from geartrain.selection.arguments import check_flag
 from geartrain.selection.declared import check_n
 from geartrain.selection.sharded import NO_ROW, Shard, ShardedDraw
-from geartrain.selection.strategy import Candidates, Draw, Redraw, check_seed, seed_of
+from geartrain.selection.strategy import Candidates, Draw, Redraw, seed_of
 
 #: Positions that one call looks at, at most.
 _MOST_POSITIONS = 1 << 22
@@ -48,7 +48,7 @@ class Taken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Epochs:
+class Epochs(Options):
     """Draws every row, or step, once a pass, like a shuffling `DataLoader` or `DistributedSampler`.
 
     `for batch in replay` runs one pass, or `num_batches` if that ends first. The next `for` runs the next pass, in
@@ -92,17 +92,10 @@ class Epochs:
         >>> store.close()
     """
 
-    shuffle: bool = True
-    drop_last: bool = False
-    over: Literal["rows", "steps"] = "rows"
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        check_seed(self.seed)
-        check_flag("shuffle", self.shuffle)
-        check_flag("drop_last", self.drop_last)
-        if not isinstance(self.over, str) or self.over not in ("rows", "steps"):
-            raise ArgumentError(f"over is 'rows' or 'steps', found {self.over!r}")
+    shuffle: bool = field(default=True, metadata=FLAG)
+    drop_last: bool = field(default=False, metadata=FLAG)
+    over: Literal["rows", "steps"] = field(default="rows", metadata=checked(check_choice, ("rows", "steps")))
+    seed: int | None = field(default=None, metadata=SEED)
 
     def select(
         self,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from geartrain.core.arguments import FLAG, SEED, check_text, check_whole, checked
 from geartrain.errors import ArgumentError
-from geartrain.selection.arguments import check_flag, check_whole
 from geartrain.selection.declared import DeclaredStrategy, WholeGroups, first_rows
-from geartrain.selection.strategy import ORDERS, Candidates, Limits, Traits, check_limits, check_seed
+from geartrain.selection.strategy import LIMITS, ORDERS, Candidates, Limits, Traits
 
 _NO_ROWS = np.empty(0, np.uint32)
 _SIGN = np.uint64(1 << 63)  # numbers with a sign, in their order, as numbers without
@@ -60,23 +60,16 @@ class GroupSampling(DeclaredStrategy):
         >>> store.close()
     """
 
-    by: str
-    size: int
-    seed: int | None = None
-    prioritized: bool = False
-    limits: Limits | None = None
+    by: str = field(metadata=checked(check_text))
+    size: int = field(metadata=checked(check_whole, 1, 2**31 - 1))
+    seed: int | None = field(default=None, metadata=SEED)
+    prioritized: bool = field(default=False, metadata=FLAG)
+    limits: Limits | None = field(default=None, metadata=LIMITS)
     _: KW_ONLY
-    attempt: str | None = None
+    attempt: str | None = field(default=None, metadata=checked(check_text))
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
-        check_limits(self.limits)
-        check_flag("prioritized", self.prioritized)
-        check_whole("size", self.size, 1, 2**31 - 1)
-        if not isinstance(self.by, str):
-            raise ArgumentError(f"`by` is the name of a field, found {self.by!r}")
-        if not isinstance(self.attempt, str | None):
-            raise ArgumentError(f"`attempt` is the name of a field, or None; found {self.attempt!r}")
+        super().__post_init__()
         if self.by == self.attempt:
             raise ArgumentError(f"`by` and `attempt` are different fields, found {self.by!r} for both")
 

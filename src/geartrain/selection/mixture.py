@@ -13,9 +13,9 @@ from typing import TypeVar
 import numpy as np
 
 import geartrain._native as _native
+from geartrain.core.arguments import SEED, check_real, check_type, optional, shown
 from geartrain.errors import ArgumentError
-from geartrain.selection.arguments import check_number
-from geartrain.selection.strategy import Strategy, check_seed
+from geartrain.selection.strategy import Strategy
 
 _MILLION = np.array([10**6], np.int32)
 _Strategy = TypeVar("_Strategy", bound=Strategy)
@@ -42,19 +42,16 @@ class Mixture:
     def __init__(self, shares: Sequence[float], strategies: Sequence[Strategy], seed: int | None = None) -> None:
         from fractions import Fraction  # decimal comes with it: only mixtures pay for that
 
-        check_seed(seed)
+        optional(SEED, "seed", seed)
         for what, values in (("shares", shares), ("strategies", strategies)):
-            is_array = isinstance(values, np.ndarray) and values.ndim == 1
-            if isinstance(values, (str, bytes)) or not (is_array or isinstance(values, Sequence)):
-                raise ArgumentError(f"{what} are a list, one for each store, found {values!r}")
+            is_list = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
+            if not is_list and not (isinstance(values, np.ndarray) and values.ndim == 1):
+                raise ArgumentError(f"{what} are a list, one for each store, found {shown(values)}")
         if len(shares) != len(strategies) or not len(shares):
             raise ArgumentError(f"a mixture needs a strategy for each share, found {len(shares)} and {len(strategies)}")
         for strategy in strategies:
-            if not isinstance(strategy, Strategy):
-                raise ArgumentError(f"a mixture is of strategies such as Uniform(), found {strategy!r}")
-        for share in shares:
-            check_number("each of the shares", share, "a finite number >= 0", least=0)
-        given = [Fraction(share if isinstance(share, (int, float)) else share.item()) for share in shares]
+            check_type("a mixture is of strategies such as Uniform()", strategy, Strategy)
+        given = [Fraction(check_real("each of the shares", share, 0)) for share in shares]
         if not sum(given):
             raise ArgumentError(f"shares are finite numbers >= 0 and not all 0, found {list(shares)}")
         exact = [share.limit_denominator(1_000_000) for share in given]

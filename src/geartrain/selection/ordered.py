@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from geartrain.errors import ArgumentError
-from geartrain.selection.arguments import check_flag
+from geartrain.core.arguments import FLAG, SEED, leave_out
 from geartrain.selection.declared import DeclaredStrategy
-from geartrain.selection.strategy import Limits, Traits, check_limits, check_seed
+from geartrain.selection.strategy import LIMITS, Limits, Traits
 
 
 @dataclass(frozen=True)
 class _Ordered(DeclaredStrategy):
     """Rows in an order of theirs, within limits; nothing is drawn by chance."""
 
-    limits: Limits | None = None
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        check_seed(self.seed)
-        check_limits(self.limits)
+    limits: Limits | None = field(default=None, metadata=LIMITS)
+    seed: int | None = field(default=None, metadata=SEED)
 
 
 @dataclass(frozen=True)
@@ -100,13 +95,12 @@ class Fifo(_Ordered):
         >>> store.close()
     """
 
-    strict: bool = False
+    strict: bool = field(default=False, metadata=FLAG)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flag("strict", self.strict)
-        if self.strict and self.limits is not None:
-            raise ArgumentError("Fifo(strict=True) passes over no row: leave out limits")
+        if self.strict:
+            leave_out("Fifo(strict=True) passes over no row", limits=self.limits)
 
     @cached_property
     def traits(self) -> Traits:

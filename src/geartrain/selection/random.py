@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+from geartrain.core.arguments import SEED, check_choice, checked
 from geartrain.errors import ArgumentError
 from geartrain.selection.declared import DeclaredStrategy
 from geartrain.selection.schedule import Schedule, at_step, check_schedule
-from geartrain.selection.strategy import Draw, Limits, Traits, check_seed
+from geartrain.selection.strategy import Draw, Limits, Traits
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,14 @@ class Uniform(DeclaredStrategy):
         >>> store.close()
     """
 
-    seed: int | None = None
+    seed: int | None = field(default=None, metadata=SEED)
     replacement: bool = True
     stratified: bool = False
     limits: Limits | None = None
-    over: Literal["rows", "steps"] = "rows"
+    over: Literal["rows", "steps"] = field(default="rows", metadata=checked(check_choice, ("rows", "steps")))
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
-        if not isinstance(self.over, str) or self.over not in ("rows", "steps"):
-            raise ArgumentError(f"over is 'rows' or 'steps', found {self.over!r}")
+        super().__post_init__()
         _ = self.traits  # refuses what does not go together
 
     @cached_property
@@ -109,17 +108,15 @@ class Prioritized(DeclaredStrategy):
         >>> store.close()
     """
 
-    seed: int | None = None
+    seed: int | None = field(default=None, metadata=SEED)
     replacement: bool = True
     stratified: bool = False
     alpha: Schedule = 1.0
-    beta: Schedule | None = None
+    beta: Schedule | None = field(default=None, metadata=checked(check_schedule, 0))
     limits: Limits | None = None
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
-        if self.beta is not None:
-            check_schedule("beta", self.beta)
+        super().__post_init__()
         _ = self.traits  # refuses what does not go together
 
     @cached_property

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from geartrain.core.arguments import Options, check_real, checked
 from geartrain.errors import ArgumentError
-from geartrain.selection.arguments import check_number
 
 Schedule = float | Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Options):
     """A linear schedule from `start` to `end` over `steps` steps, constant afterwards.
 
     Args:
@@ -26,14 +26,9 @@ class Linear:
         0.7
     """
 
-    start: float
-    end: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        check_number("start", self.start)
-        check_number("end", self.end)
-        check_number("steps", self.steps, "a finite number >= 0", least=0)
+    start: float = field(metadata=checked(check_real))
+    end: float = field(metadata=checked(check_real))
+    steps: int = field(metadata=checked(check_real, 0))
 
     def __call__(self, step: int) -> float:
         """The schedule's value at a step.
@@ -59,11 +54,9 @@ def at_step(schedule: Schedule, step: int) -> float:
         raise ArgumentError(f"a schedule returned {value!r} at step {step}, which is no number") from None
 
 
-def check_schedule(what: str, schedule: Any, *, above: bool = False) -> None:
-    """Raises `ArgumentError` unless this is a function, or a finite number of at least (or `above`) zero."""
-    if not callable(schedule):
-        bound = "above zero" if above else ">= 0"
-        check_number(what, schedule, f"a finite number {bound}, or a function of the step", least=0, above=above)
+def check_schedule(what: str, schedule: Any, least: float | None = None, *, above: float | None = None) -> Any:
+    """The schedule: a function of the step, or a finite number within the limits."""
+    return schedule if callable(schedule) else check_real(what, schedule, least, above=above)
 
 
 __all__ = ["Linear", "Schedule", "at_step", "check_schedule"]

@@ -136,13 +136,13 @@ def redraw_shards(
 
 __all__ = [
     "NO_ROW",
-    "ShardedDraw",
     "Shard",
+    "ShardedDraw",
     "ShardedStrategy",
     "begins_with_offers",
     "check_strategy",
-    "redraw_shards",
     "is_independent",
+    "redraw_shards",
     "select_shards",
     "total_of",
 ]

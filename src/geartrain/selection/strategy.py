@@ -39,8 +39,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
+from geartrain.core.arguments import (
+    FLAG,
+    Options,
+    check_choice,
+    check_real,
+    check_type,
+    check_whole,
+    checked,
+)
 from geartrain.errors import ArgumentError, FieldError
-from geartrain.selection.arguments import check_flag, check_number, check_whole
 from geartrain.selection.schedule import Schedule, check_schedule
 
 # How a strategy finds its rows. "custom": by code of its own, which only its `select` knows.
@@ -93,8 +101,20 @@ class Strategy(Protocol):
         ...
 
 
+def check_limits(what: str, limits: Any) -> Limits | None:
+    """The limits, which are `Limits` or None."""
+    return check_type(f"{what} are geartrain.selection.Limits", limits, Limits | None)  # type: ignore[no-any-return]
+
+
+def _check_version(what: str, version: Any) -> Any:
+    return version if callable(version) else check_whole(what, version, -(2**63), 2**63 - 1)
+
+
+LIMITS = checked(check_limits)
+
+
 @dataclass(frozen=True)
-class Traits:
+class Traits(Options):
     """What a strategy declares about its draws. Hosts, devices and ranks go by it.
 
     A strategy without traits is "custom". One host draws it by `select`, one batch after the other. Several ranks need
@@ -118,39 +138,21 @@ class Traits:
         limits: rows that may be chosen.
     """
 
-    form: Form = "custom"
-    atom: int = 1
-    by_priority: bool = False
-    over_steps: bool = False
-    replacement: bool = True
-    stratified: bool = False
-    cursor: bool = False
-    strict: bool = False
-    stateless: bool = False
-    importance: bool = False
-    alpha: Schedule = 1.0
-    limits: Limits | None = None
+    form: Form = field(default="custom", metadata=checked(check_choice, ("random", *ORDERS, "groups", "custom")))
+    atom: int = field(default=1, metadata=checked(check_whole, 1, 2**31 - 1))
+    by_priority: bool = field(default=False, metadata=FLAG)
+    over_steps: bool = field(default=False, metadata=FLAG)
+    replacement: bool = field(default=True, metadata=FLAG)
+    stratified: bool = field(default=False, metadata=FLAG)
+    cursor: bool = field(default=False, metadata=FLAG)
+    strict: bool = field(default=False, metadata=FLAG)
+    stateless: bool = field(default=False, metadata=FLAG)
+    importance: bool = field(default=False, metadata=FLAG)
+    alpha: Schedule = field(default=1.0, metadata=checked(check_schedule, above=0))
+    limits: Limits | None = field(default=None, metadata=LIMITS)
 
     def __post_init__(self) -> None:
-        flags = (
-            "by_priority",
-            "over_steps",
-            "replacement",
-            "stratified",
-            "cursor",
-            "strict",
-            "stateless",
-            "importance",
-        )
-        for flag in flags:
-            check_flag(flag, getattr(self, flag))
-        check_whole("atom", self.atom, -(2**31), 2**31 - 1)
-        if self.atom < 1:
-            raise ArgumentError(f"at least one row stands or falls alone, found atom={self.atom}")
-        check_schedule("alpha", self.alpha, above=True)
-        check_limits(self.limits)
-        if not isinstance(self.form, str) or self.form not in ("random", *ORDERS, "groups", "custom"):
-            raise ArgumentError(f"no strategy has the form {self.form!r}; see geartrain.selection.Traits")
+        super().__post_init__()
         if self.stratified and not self.replacement:
             raise ArgumentError("stratified draws are with replacement: choose one of the two")
         if self.over_steps and (
@@ -192,8 +194,7 @@ class Traits:
 def traits_of(strategy: Strategy) -> Traits:
     """What a strategy declares; raises `ArgumentError` where `traits` is something else."""
     traits = getattr(strategy, "traits", CUSTOM)
-    if not isinstance(traits, Traits):
-        raise ArgumentError(f"{type(strategy).__name__}.traits is a geartrain.selection.Traits, found {traits!r}")
+    check_type(f"{type(strategy).__name__}.traits is a geartrain.selection.Traits", traits, Traits)
     return traits
 
 
@@ -257,8 +258,7 @@ class Candidates:
                 f"priorities are whole numbers (N,) from 0 to 2**32 - 1, found {array.dtype} {array.shape}"
             )
         self.native = _native.Candidates(np.ascontiguousarray(array, np.uint32))
-        if columns is not None and not isinstance(columns, Mapping):
-            raise ArgumentError(f"columns are a dict of arrays by name, found {type(columns).__name__}")
+        check_type("columns are a dict of arrays by name", columns, Mapping | None)
         self._columns: Mapping[str, NDArray[Any]] = columns or {}
         self._column_of: Callable[[str], NDArray[Any]] | None = None
 
@@ -368,7 +368,7 @@ class Redraw:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Limits(Options):
     """Limits on the rows that may be chosen: model version, age and length.
 
     Args:
@@ -381,37 +381,17 @@ class Limits:
         >>> fresh = gt.selection.Uniform(limits=gt.selection.Limits(max_age_s=60.0, min_length=20))
     """
 
-    min_version: int | Callable[[], int] | None = None
-    max_age_s: float | None = None
-    min_length: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_age_s is not None:
-            check_number("max_age_s", self.max_age_s, "a finite number above zero, or None", least=0, above=True)
-        check_whole("min_length", self.min_length, 0, 2**32 - 1)
-        if self.min_version is not None and not callable(self.min_version):
-            check_whole("min_version", self.min_version, -(2**63), 2**63 - 1)
+    min_version: int | Callable[[], int] | None = field(default=None, metadata=checked(_check_version))
+    max_age_s: float | None = field(default=None, metadata=checked(check_real, above=0))
+    min_length: int = field(default=0, metadata=checked(check_whole, 0, 2**32 - 1))
 
     def now(self) -> tuple[int, int, int]:
         """Internal: the limits as the native layer takes them: least version, least commit time in ns, least length."""
         version = self.min_version
         if callable(version):
-            version = version()
-            check_whole("what min_version returns", version, -(2**63), 2**63 - 1)
+            version = check_whole("what min_version returns", version(), -(2**63), 2**63 - 1)
         from_ns = 0 if self.max_age_s is None else max(0, time.time_ns() - int(self.max_age_s * 1e9))
         return (-(2**63) if version is None else int(version), from_ns, self.min_length)
-
-
-def check_limits(limits: Limits | None) -> None:
-    """Raises `ArgumentError` unless these are `Limits`, or None."""
-    if limits is not None and not isinstance(limits, Limits):
-        raise ArgumentError(f"limits are geartrain.selection.Limits, found {limits!r}")
-
-
-def check_seed(seed: int | None) -> None:
-    """Raises `ArgumentError` unless the seed is a whole number of 64 bits, or None."""
-    if seed is not None:
-        check_whole("a seed", seed, 0, 2**64 - 1)
 
 
 # Of a strategy that declares none.
@@ -419,6 +399,7 @@ CUSTOM = Traits()
 
 __all__ = [
     "CUSTOM",
+    "LIMITS",
     "ORDERS",
     "Candidates",
     "Draw",
@@ -427,8 +408,6 @@ __all__ = [
     "Redraw",
     "Strategy",
     "Traits",
-    "check_limits",
-    "check_seed",
     "importance_of",
     "seed_of",
     "traits_of",

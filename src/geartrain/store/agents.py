@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_unmasked, shown
+from geartrain.core.arguments import check_type, check_unmasked, shown
 from geartrain.core.keys import Keys
 from geartrain.core.lifetime import Uncopied
 from geartrain.errors import ArgumentError, CallCancelledError, FieldError, SchemaError, WaitTimeoutError
@@ -285,9 +285,8 @@ class AgentRecorder(Uncopied, RecorderPriority, elsewhere="make another one ther
 
 def _checked(what: str, by_agent: object) -> ByAgent:
     """Raises `ArgumentError` unless something is by agent."""
-    if not isinstance(by_agent, Mapping):
-        raise ArgumentError(f"{what} must be a dict by agent, found {type(by_agent).__name__}")
-    return by_agent
+    found: ByAgent = check_type(f"{what} must be a dict by agent", by_agent, Mapping)
+    return found
 
 
 def _is_set(name: str, agent: Hashable, flags: ByAgent) -> bool:

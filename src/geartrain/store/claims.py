@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.arguments import (
     check_flag,
+    check_whole,
+    leave_out,
+    optional,
     shown,
     some_of,
     timeout,
-    whole_number,
 )
 from geartrain.core.keys import Keys
 from geartrain.core.lifetime import Uncopied
@@ -69,7 +71,7 @@ def check_version(version: Version) -> Version:
     """What `version=` was given, if it is one. Raises `ArgumentError`."""
     if version is None or hasattr(version, "version") or callable(version):
         return version
-    return whole_number("version", version, 2**63 - 1)
+    return check_whole("version", version, 0, 2**63 - 1)
 
 
 def version_of(version: Version) -> int | None:
@@ -78,7 +80,7 @@ def version_of(version: Version) -> int | None:
         said: Any = version.version
     else:
         said = version() if callable(version) else version
-    return None if said is None else whole_number("version", said, 2**63 - 1)
+    return optional(check_whole, "version", said, 0, 2**63 - 1)
 
 
 def check_durable(native: _native.Store, durable: bool) -> bool:
@@ -672,23 +674,20 @@ class Claim(
                 f"the task {self.task!r} takes no appends: they extend the one axis whose lengths the task sets, or "
                 f"the axis that its field with divides= cuts"
             )
-        item = whole_number("item", item, _MOST_ITEMS)
-        if divider is None and item:
-            raise ArgumentError(f"item={item}, and no field of {self.task!r} divides an axis: leave it out")
-        if not check_flag("done", done) and self._wrote(i, given, timeout_s, append=True, item=item):
+        item = check_whole("item", item, 0, _MOST_ITEMS)
+        done = check_flag("done", done)
+        if divider is None and (item or done):
+            leave_out(f"no field of {self.task!r} divides an axis into items", item=item or None, done=done)
+        if not done and self._wrote(i, given, timeout_s, append=True, item=item):
             return
         check_names(f"append to {self.task!r}", given, names)
         sources, lengths = self._one(i, given)
-        if done:
-            self._mark_done(lengths, divider)
+        if (
+            done and divider is not None
+        ):  # an append sets no length of the items' axis, and notes there that one is done
+            lengths[:, self._plan.axis(self._plan.fields[divider].axis) - 1] = 1
         if self._write(APPEND, slice(i, i + 1), sources, lengths, timeout_s, axis=axis, item=item)[0]:
             raise self._stale(i)
-
-    def _mark_done(self, lengths: NDArray[np.uint32], divider: str | None) -> None:
-        """An append sets no length of the axis that has the items, and notes there that its item is done."""
-        if divider is None:
-            raise ArgumentError(f"done=True says that an item is done, and no field of {self.task!r} divides an axis")
-        lengths[:, self._plan.axis(self._plan.fields[divider].axis) - 1] = 1
 
     def _partial(self, i: int) -> Partial:
         self._check_process()

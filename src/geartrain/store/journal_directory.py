@@ -673,4 +673,4 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-__all__ = ["JournalContents", "Disk", "JournalDirectory", "Segment", "is_journal", "is_journal_of", "make_journal"]
+__all__ = ["Disk", "JournalContents", "JournalDirectory", "Segment", "is_journal", "is_journal_of", "make_journal"]

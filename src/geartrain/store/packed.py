@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import shown, some_of
+from geartrain.core.arguments import check_choice, shown, some_of
 from geartrain.core.dtypes import DTYPES, as_tensor, numpy_dtype
 from geartrain.core.extras import require_torch
 from geartrain.core.keys import Keys
@@ -661,8 +661,7 @@ def _join(names: Sequence[str], values: Sequence[Any], runs: Sequence[_Runs], as
 
 def check_output(output: object) -> Literal["torch", "numpy"]:
     """ "torch" or "numpy"; raises `ArgumentError` for anything else, `MissingDependencyError` without torch."""
-    if not isinstance(output, str) or output not in ("torch", "numpy"):
-        raise ArgumentError(f"output is 'torch' or 'numpy', found {shown(output)}")
+    check_choice("output", output, ("torch", "numpy"))
     if output == "torch":
         require_torch("a batch of tensors", "; output='numpy' makes arrays")
     return "torch" if output == "torch" else "numpy"

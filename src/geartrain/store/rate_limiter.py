@@ -29,9 +29,9 @@ from geartrain.core.arguments import (
     check_function,
     check_real,
     check_whole,
-    shown,
+    leave_out,
+    optional,
     timeout,
-    whole_number,
 )
 from geartrain.core.lifetime import Uncopied
 from geartrain.errors import ArgumentError, CallCancelledError, WaitTimeoutError
@@ -175,24 +175,15 @@ class RateLimiter(Uncopied, elsewhere="its store can be pickled, and has it"):
             return
         if min_size_to_sample is None:
             min_size_to_sample = 1
-        ratio = 0.0 if samples_per_insert is None else check_real("samples_per_insert", samples_per_insert, _RATIO)
-        if not (0 < ratio < float("inf") or samples_per_insert is None):
-            raise ArgumentError(f"samples_per_insert is a finite number above zero, found {samples_per_insert}")
-        if not 1 <= check_whole("min_size_to_sample", min_size_to_sample) <= 2**32:
-            raise ArgumentError(
-                f"min_size_to_sample must be at least 1, and at most 2**32, found {shown(min_size_to_sample)}"
-            )
+        ratio = optional(check_real, "samples_per_insert", samples_per_insert, above=0) or 0.0
+        check_whole("min_size_to_sample", min_size_to_sample, 1, 2**32)
         steps = check_choice("unit", unit, UNITS) == "steps"
         if error_buffer is None:
             rows_worth = int(self._native.describe()["max_length"]) if steps else 1
             error_buffer = max(1.0, ratio) * (min_size_to_sample + 10 * rows_worth)
         elif samples_per_insert is None:
-            raise ArgumentError("an error_buffer means nothing without samples_per_insert")
-        if not max(1.0, ratio) <= check_real("error_buffer", error_buffer):
-            raise ArgumentError(
-                f"error_buffer must be at least {max(1.0, ratio):g}, found {error_buffer}: one insert is worth "
-                f"{ratio:g} samples, and either side must be able to move"
-            )
+            leave_out("without samples_per_insert there is no lead to buffer", error_buffer=error_buffer)
+        check_real("error_buffer, so that inserts and samples can both move,", error_buffer, max(1.0, ratio))
         before = self.state()
         if afresh is not None:
             afresh = check_flag("afresh", afresh)
@@ -215,9 +206,9 @@ class RateLimiter(Uncopied, elsewhere="its store can be pickled, and has it"):
             )
         most, stale = now.most_in_flight, now.max_stale
         if not keeps[0]:
-            most = None if in_flight is None else whole_number("in_flight", in_flight, 2**32, least=1)
+            most = optional(check_whole, "in_flight", in_flight, 1, 2**32)
         if not keeps[1]:
-            stale = None if max_stale is None else whole_number("max_stale", max_stale, 2**62)
+            stale = optional(check_whole, "max_stale", max_stale, 0, 2**62)
         return most, stale
 
     def off(self) -> None:
@@ -334,7 +325,7 @@ def _checked(n: int, timeout_s: float = 0.0) -> tuple[int, float]:
     """How many rows, and for how long they wait."""
     if n.__class__ is int and 0 <= n <= 2**32 and timeout_s.__class__ is float and 0 <= timeout_s <= 1e9:
         return n, timeout_s
-    return whole_number("the number of rows", n, 2**32), timeout(timeout_s)
+    return check_whole("the number of rows", n, 0, 2**32), timeout(timeout_s)
 
 
 __all__ = ["UNITS", "Limit", "LimiterState", "RateLimiter", "Unit"]

@@ -36,7 +36,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_flag, check_whole, did_you_mean, shown
+from geartrain.core.arguments import (
+    check_flag,
+    check_names_of,
+    check_whole,
+    did_you_mean,
+    leave_out,
+    optional,
+    shown,
+)
 from geartrain.core.keys import Keys
 from geartrain.core.lifetime import Uncopied
 from geartrain.core.schema import Field, check_fields
@@ -144,8 +152,8 @@ def recorded_fields(
     """
     check_flag("share_rows", share_rows)
     check_flag("overlap", overlap)
-    if check_whole("n_step", n_step) < 1 or (n_step != 1 and not overlap):
-        raise ArgumentError(f"n_step is at least 1, and goes with overlap=True; found {shown(n_step)}")
+    if check_whole("n_step", n_step, 1) != 1 and not overlap:
+        leave_out("only rows that overlap know how long their sums are (overlap=True)", n_step=n_step)
     repeats = REPEATS if n_step == 1 else f"{REPEATS}.{n_step}"
     own: dict[str, Field] = {EPISODES: _EPISODES, repeats: _REPEATS}
     check_fields({**own, **fields, **extras} if isinstance(fields, Mapping) else fields)
@@ -202,9 +210,7 @@ class StepRecorder(Uncopied, elsewhere="make another one there, with store.recor
         share_rows: bool,
         zeros: Sequence[str],
     ) -> None:
-        self.n_envs = check_whole("n_envs", n_envs)
-        if not 1 <= self.n_envs < 2**32:
-            raise ArgumentError(f"n_envs must be at least 1, and below 2**32, found {shown(n_envs)}")
+        self.n_envs = check_whole("n_envs", n_envs, 1, 2**32 - 1)
         first_priority = check_priority(priority)
         check_steps(publish_every, overlap, columns.max_length)
         fields = columns.fields
@@ -474,8 +480,7 @@ class StepRecorder(Uncopied, elsewhere="make another one there, with store.recor
         return self._native.in_episode(self._checked_env(env))
 
     def _checked_env(self, env: int) -> int:
-        if not 0 <= check_whole("env", env) < self.n_envs:
-            raise ArgumentError(f"env is the index of an environment, 0 to {self.n_envs - 1}; found {env}")
+        check_whole("env", env, 0, self.n_envs - 1)
         return int(env)
 
     def __enter__(self) -> Self:
@@ -555,10 +560,8 @@ class RecorderPriority:
 
 def check_steps(publish_every: int | None, overlap: int, max_length: int) -> None:
     """Raises `ArgumentError` unless a recorder of rows of `max_length` steps can have these."""
-    if publish_every is not None and not 1 <= check_whole("publish_every", publish_every) < 2**32:
-        raise ArgumentError(f"publish_every must be at least 1, and below 2**32, or None; found {shown(publish_every)}")
-    if not 0 <= check_whole("overlap", overlap) < max(1, max_length - 1):
-        raise ArgumentError(f"overlap must be below the {max_length - 1} actions of a row, found {shown(overlap)}")
+    optional(check_whole, "publish_every", publish_every, 1, 2**32 - 1)
+    check_whole("overlap", overlap, 0, max(1, max_length - 1) - 1)
 
 
 def autoreset_mode(mode: Any) -> Autoreset:
@@ -583,10 +586,7 @@ def _observations_of(fields: Mapping[str, Field], given: Sequence[str] | None) -
                 f"(obs=[...]); the store has {', '.join(fields)}"
             )
     else:
-        given = [given] if isinstance(given, str) else given
-        if not isinstance(given, Sequence) or not given or not all(isinstance(name, str) for name in given):
-            raise ArgumentError(f"obs is a list of names of fields, found {shown(given)}")
-        found = tuple(given)
+        found = check_names_of("obs", [given] if isinstance(given, str) else given)
     for name in found:
         if name not in fields:
             raise FieldError(

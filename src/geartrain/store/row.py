@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_unmasked, check_whole, shown, whole_number
+from geartrain.core.arguments import check_array, check_unmasked, check_whole, shown
 from geartrain.core.dtypes import as_dtype, as_raw, numpy_dtype, plain_tensor
 from geartrain.core.keys import Keys
 from geartrain.core.lifetime import Uncopied
@@ -41,10 +41,7 @@ def keys_of_rows(native: _native.Store, rows: ArrayLike, capacity: int, store_id
         numbers = np.zeros((), object)
     if numbers.dtype == bool and numbers.shape == (capacity,):
         numbers = np.flatnonzero(numbers)
-    if numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and numbers.size):
-        raise ArgumentError(
-            f"rows are whole numbers (n,) or a mask ({capacity},), found {numbers.dtype} {numbers.shape}"
-        )
+    check_array(f"rows are whole numbers (n,) or a mask ({capacity},)", numbers, (-1,), "iu")
     if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < capacity:
         raise ArgumentError(f"the store has rows 0 to {capacity - 1}, found {numbers.min()} to {numbers.max()}")
     infos = native.infos(np.ascontiguousarray(numbers, np.uint32))
@@ -345,7 +342,7 @@ class Row(_Uncommitted):
         priority = self._priority
         plain = priority is None or (priority.__class__ is float and not math.isnan(priority))
         if length.__class__ is not int or not plain or not 0 <= length < 2**32:
-            length = whole_number("the row's length", length, 2**32 - 1)
+            length = check_whole("the row's length", length, 0, 2**32 - 1)
             priority = check_priority(priority)
         admitted, native = 0, self._columns.native
         if native.limited and native.limited_by_steps:

@@ -12,15 +12,15 @@ from geartrain.core.arguments import (
     capacity_of,
     check_choice,
     check_flag,
+    check_real,
     check_text,
     check_whole,
     did_you_mean,
-    nanoseconds,
-    real_number,
+    leave_out,
+    optional,
     shown,
     some_of,
     timeout,
-    whole_number,
 )
 from geartrain.core.dtypes import dtype_of_code
 from geartrain.core.schema import (
@@ -191,8 +191,9 @@ def create_segment(
     number = remover_number(remover, fields)
     per_step = check_choice("priority_per", priority_per, ("row", "step")) == "step"
     takes_max = check_choice("new_priority", new_priority, ("one", "max")) == "max"
-    if per_step and remover == "lowest_priority":
-        raise ArgumentError("with priority_per='step' rows have no priorities; remover='lowest_priority' needs them")
+    if per_step:
+        by_priority = remover == "lowest_priority" and remover
+        leave_out("with priority_per='step' rows have no priorities to be removed by", remover=by_priority)
     specs = [
         (field, dtype.code, dtype.itemsize, timed and plan is None, shape)
         for field, dtype, timed, shape in stored_schema(
@@ -213,12 +214,7 @@ def create_segment(
             f"priority_per='step' has room for {MAX_STEPS} steps, so that the sum of their 32-bit priorities is exact "
             f"in 64; {rows} rows of {max_length} are {rows * max_length}"
         )
-    for what, limit in (("max_times_sampled", max_times_sampled), ("max_rows", max_rows)):
-        if limit is not None and check_whole(what, limit) < 1:
-            raise ArgumentError(f"{what} must be above zero, found {shown(limit)} (leave it out for no limit)")
-    if max_age_s is not None and not real_number(max_age_s) > 0:
-        raise ArgumentError(f"max_age_s must be above zero, found {shown(max_age_s)} (leave it out for no limit)")
-    age_ns = 0 if max_age_s is None else nanoseconds("max_age_s", real_number(max_age_s))
+    age_s = optional(check_real, "max_age_s", max_age_s, None, 1e9, above=0)
     if hint := path_hint(name):
         import logging
 
@@ -228,13 +224,11 @@ def create_segment(
             name,
             specs,
             rows,
-            0 if max_rows is None else whole_number("max_rows", max_rows, 2**32 - 1, least=1),
+            optional(check_whole, "max_rows", max_rows, 1, 2**32 - 1) or 0,
             number,
-            0
-            if max_times_sampled is None
-            else whole_number("max_times_sampled", max_times_sampled, 2**32 - 1, least=1),
-            age_ns,
-            whole_number("priority_fraction_bits", priority_fraction_bits, 32),
+            optional(check_whole, "max_times_sampled", max_times_sampled, 1, 2**32 - 1) or 0,
+            0 if age_s is None else max(1, int(age_s * 1e9)),
+            check_whole("priority_fraction_bits", priority_fraction_bits, 0, 32),
             "/" in name if persist is None else check_flag("persist", persist),
             check_flag("reserve", reserve),
             timeout(timeout_s),
@@ -256,21 +250,16 @@ LEAST_SPAN_BYTES = 4096
 
 def _refuse_for_spans(plan: RowPlan, **options: object) -> None:
     """Raises `ArgumentError` for an option that means nothing where rows have axes or tasks."""
-    given = [f"{name}={shown(value)}" for name, value in options.items() if value is not None]
-    if given:
-        raise ArgumentError(
-            f"a store with {'tasks' if plan.tasks else 'axes'} takes no {', '.join(given)}: its rows have no steps, "
-            f"stay until they are drawn, dropped or deleted, and lie in capacity= rows and span_bytes= bytes"
-        )
+    why = (
+        "have no steps, stay until they are drawn, dropped or deleted, and lie in capacity= rows and span_bytes= bytes"
+    )
+    leave_out(f"rows of a store with {'tasks' if plan.tasks else 'axes'} {why}", **options)
 
 
 def _span_bytes(plan: RowPlan | None, span_bytes: int | None) -> int:
     """The bytes of the region of spans; 0 for a store without axes and tasks."""
     if plan is None:
-        if span_bytes is not None:
-            raise ArgumentError(
-                f"span_bytes={shown(span_bytes)} is for stores with axes, strings or tasks; this one has none"
-            )
+        leave_out("this store has neither axes nor strings nor tasks", span_bytes=span_bytes)
         return 0
     if span_bytes is None:
         inside = [name for name in plan.fields if plan.in_spans(name)]
@@ -280,7 +269,7 @@ def _span_bytes(plan: RowPlan | None, span_bytes: int | None) -> int:
             f"span_bytes= is missing: the bytes that the fields of different lengths take in all rows together "
             f"({', '.join(map(repr, inside))}). For example 4096 rows of 100 kB: span_bytes=410_000_000"
         )
-    return whole_number("span_bytes", span_bytes, 2**46 - 1, least=LEAST_SPAN_BYTES)
+    return check_whole("span_bytes", span_bytes, LEAST_SPAN_BYTES, 2**46 - 1)
 
 
 def creation_options(plan: RowPlan, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from geartrain.core.arguments import (
     check_real,
     check_whole,
     default_threads,
-    shown,
+    leave_out,
+    optional,
     timeout,
 )
 from geartrain.core.keys import Keys, check_keys
@@ -258,16 +259,15 @@ class Store(TaskedRows):
         Cost: reserving takes as long as clearing the memory.
         """
         if isinstance(name, Mapping):
-            if fields is not None:
-                raise ArgumentError("the fields were given twice; a store is created by (name, fields) or (fields)")
+            leave_out("a store is created by (name, fields) or (fields)", fields=fields)
             name, fields = None, name
         timeout(timeout_s)
         wanted = _journal_options(journal, journal_sync_s, journal_full)
         if fields is None:
             raise ArgumentError("give the fields of the store: a mapping of names to geartrain.Field")
         if name is None:
-            if persist is not None and check_flag("persist", persist):
-                raise ArgumentError("persist=True needs a name: a store without one is removed with its last process")
+            persists = optional(check_flag, "persist", persist)
+            leave_out("a store without a name is removed with its last process", persist=persists)
             name = anonymous.new_name()
         else:
             name = check_name(name)
@@ -356,13 +356,13 @@ class Store(TaskedRows):
         name = check_name(name)
         check_choice("create", create, ("never", "missing", "replace"))
         adopt = check_flag("adopt", adopt)
-        if check_choice("mode", mode, ("rw", "r")) == "r" and create != "never":
-            raise ArgumentError(f"mode='r' reads a store that is there, and create={create!r} makes one")
+        if check_choice("mode", mode, ("rw", "r")) == "r":
+            leave_out("mode='r' reads a store that is there", create=create != "never" and create)
         if create != "never" and fields is None:
             raise ArgumentError(f"create={create!r} needs the fields of the store to create")
         check_keywords("Store.open", options, CreateOptions.__annotations__)
-        if create == "never" and options:
-            raise ArgumentError(f"{', '.join(options)} only mean something with create='missing' or 'replace'")
+        if create == "never":
+            leave_out("only create='missing' and 'replace' take options of the new store", **options)
         timeout_s, trust = timeout(timeout_s), check_trust(trust)
         if tasks is not None and fields is None:
             raise ArgumentError("tasks= is compared with the store's together with its fields: pass both or neither")
@@ -755,8 +755,7 @@ class Store(TaskedRows):
             ArgumentError: `zeros` is not a list of names, or the store has axes, strings or tasks.
             FieldError: the store has no field of a name in `zeros`.
         """
-        if not 1 <= check_whole("the number of rows", n) < 2**32:
-            raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {shown(n)}")
+        check_whole("the number of rows", n, 1, 2**32 - 1)
         self.check_plain("its rows have no blocks to write in place; use insert")
         priority, version = check_entry(priority, version)
         zeros = self.columns.names("zeros", zeros)
@@ -812,7 +811,7 @@ class Store(TaskedRows):
         durable = check_durable(self.native, durable)
         if self.plan is None:
             if timeout_s is not None:
-                raise ArgumentError("timeout_s= is the wait for room; this store evicts rows instead")
+                leave_out("this store evicts rows instead of waiting for room", timeout_s=timeout_s)
             keys = insert_rows(
                 self.columns,
                 fields,
@@ -906,11 +905,10 @@ class Store(TaskedRows):
         Raises:
             FieldError, ArgumentError, SchemaError: as for `recorder`.
         """
-        if "autoreset" in options or "n_envs" in options:
-            raise ArgumentError("agents begin when they are observed: leave out autoreset and n_envs")
+        own = {name: name in options for name in ("autoreset", "n_envs")}
+        leave_out("agents begin when they are observed", **own)
         check_keywords("agent_recorder", options, self.recorder)
-        if not 1 <= check_whole("agents", agents) < 2**32:
-            raise ArgumentError(f"agents must be at least 1, and below 2**32, found {shown(agents)}")
+        check_whole("agents", agents, 1, 2**32 - 1)
         return AgentRecorder(self.recorder(agents, autoreset="disabled", **options))
 
     # --- changing and removing ------------------------------------------------------------------------------
@@ -954,8 +952,7 @@ class Store(TaskedRows):
 
         Cost: one pass over the priorities, about 20 ns each. With new_priority="max" inserts and updates wait for it.
         """
-        if not check_real("power", power) > 0:
-            raise ArgumentError(f"priorities are raised to a finite power above zero, found {power}")
+        check_real("power", power, above=0)
         self.native.raise_priorities(power)
 
     def reset_max_priority(self) -> None:
@@ -1040,8 +1037,7 @@ class Store(TaskedRows):
         Cost: one call of `by` and a sort. Rows that other processes insert or remove during the call are not
         considered.
         """
-        if check_whole("the number of rows", n) < 1:
-            raise ArgumentError(f"at least one row must be evicted, found {n}")
+        check_whole("the number of rows", n, 1)
         check_function("the order", by)
         keys = self.keys()
         keys = keys[self.status(keys)["state"] != OPEN]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_texts, check_whole, shown, some_of, timeout, whole_number
+from geartrain.core.arguments import check_choice, check_texts, check_whole, leave_out, some_of, timeout
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.lifetime import on_error
 from geartrain.core.tasks import RowPlan
@@ -109,7 +109,7 @@ class TaskedRows:
             fields, lengths, priorities, versions, threads, casting, timeout_s, durable: as for `insert`.
         """
         if casting not in CASTINGS:
-            raise ArgumentError(f"casting is one of {', '.join(map(repr, CASTINGS))}, found {shown(casting)}")
+            check_choice("casting", casting, CASTINGS)
         given = check_names("insert", fields, plan.fields_of(0))
         known = lengths_given(plan, lengths)
         how = "pass a list with one array for each row, or lengths="
@@ -407,7 +407,7 @@ class TaskedRows:
             ArgumentError: the store has no tasks, or the version is out of range.
         """
         tasks_plan(self)
-        return self.native.advance(whole_number("version", version, 2**63 - 1))
+        return self.native.advance(check_whole("version", version, 0, 2**63 - 1))
 
     def task_stats(self) -> dict[str, dict[str, int]]:
         """Figures of each task by its name, over all processes.
@@ -487,13 +487,10 @@ class TaskedRows:
         number = plan.number(task)
         if number == len(plan.tasks):
             raise SchemaError(f"the last task {task!r} has no claims: draw its rows with Replay, which frees them")
-        most = 1 if n is None else check_whole("n", n)
-        items = 0 if max_items is None else check_whole("max_items", max_items)
-        if most < 1 or (max_items is not None and items < 1):
-            raise ArgumentError(f"n and max_items are above zero, found n={shown(n)} and max_items={shown(max_items)}")
+        most = 1 if n is None else check_whole("n", n, 1)
+        items = 0 if max_items is None else check_whole("max_items", max_items, 1)
         if max_items is None:
-            if of is not None:
-                raise ArgumentError(f"of={shown(of)} is the axis that max_items= counts, which is missing")
+            leave_out("of= is the axis that max_items= counts, which is missing", of=of)
             return number, min(most, self.capacity), 0, 0
         known = [axis.name for axis in plan.axes if axis.owner in plan.before(number)]
         if of is None:

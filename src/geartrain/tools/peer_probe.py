@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import numpy as np
 
 import geartrain.rpc as rpc
-from geartrain.core.arguments import did_you_mean
+from geartrain.core.arguments import check_choice, optional
 from geartrain.core.progress import Progress
 from geartrain.core.threads import set_by
 from geartrain.errors import ArgumentError, WaitTimeoutError
@@ -99,11 +99,7 @@ def probe(
     nbytes = int(megabytes * 1e6)
     if not 0 < nbytes <= MOST_BYTES:
         raise ArgumentError(f"a message has up to {MOST_BYTES / 1e6:.1f} MB, found {megabytes}")
-    if transport is not None and transport not in TRANSPORTS:
-        raise ArgumentError(
-            f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}"
-            f"{did_you_mean(transport, TRANSPORTS)}"
-        )
+    optional(check_choice, "transport", transport, TRANSPORTS)
     with rpc.Node(
         f"doctor-{time.time_ns()}", peers={_PEER: address}, transport=transport, secret=secret, timeout_s=timeout_s
     ) as node:

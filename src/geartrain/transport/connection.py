@@ -23,20 +23,24 @@ values. `geartrain.rpc` calls functions over connections.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import geartrain._native as _native
 from geartrain.core.arguments import (
+    SECONDS,
+    Options,
     check_flag,
     check_real,
     check_secret,
     check_text,
     check_texts,
+    check_type,
+    check_whole,
+    checked,
     did_you_mean,
     shown,
     timeout,
-    whole_number,
 )
 from geartrain.core.lifetime import Closing
 from geartrain.errors import ArgumentError, TransportError
@@ -51,8 +55,11 @@ TRANSPORTS = ("inproc", "shm", "tcp")
 MOST_LANES = 16
 
 
+_LIMIT = checked(check_whole, 0, 2**64 - 1)
+
+
 @dataclass(frozen=True)
-class MessageLimits:
+class MessageLimits(Options):
     """Limits on what one side accepts from the other. A message beyond one is refused before memory is allocated.
 
     Attributes:
@@ -71,13 +78,18 @@ class MessageLimits:
         >>> listener.close()
     """
 
-    max_header_bytes: int = 64 << 20
-    max_message_bytes: int = 16 << 30
-    max_buffers: int = 4096
-    max_queued_bytes: int = 256 << 20
-    max_segment_bytes: int = 8 << 30
-    max_pending: int = 1024
-    handshake_timeout_s: float = 5.0
+    max_header_bytes: int = field(default=64 << 20, metadata=_LIMIT)
+    max_message_bytes: int = field(default=16 << 30, metadata=_LIMIT)
+    max_buffers: int = field(default=4096, metadata=_LIMIT)
+    max_queued_bytes: int = field(default=256 << 20, metadata=_LIMIT)
+    max_segment_bytes: int = field(default=8 << 30, metadata=_LIMIT)
+    max_pending: int = field(default=1024, metadata=_LIMIT)
+    handshake_timeout_s: float = field(default=5.0, metadata=SECONDS)
+
+
+#: Options that connections, listeners and nodes have.
+LIMITS = checked(lambda _, value: check_type("limits are geartrain.transport.MessageLimits", value, MessageLimits))
+SPIN_US = checked(check_real, 0)
 
 
 def viable() -> dict[str, str | None]:
@@ -137,8 +149,8 @@ class Connection(Closing, elsewhere="connect again there, to the address of the 
             ConnectionClosedError: this end was closed.
         """
         self.native.send(
-            whole_number("tag", tag, 2**64 - 1),
-            whole_number("kind", kind, 2**32 - 1),
+            check_whole("tag", tag, 0, 2**64 - 1),
+            check_whole("kind", kind, 0, 2**32 - 1),
             _payload(header, buffers),
             timeout(timeout_s),
         )
@@ -201,7 +213,7 @@ class Connection(Closing, elsewhere="connect again there, to the address of the 
             ArgumentError: this is not a handle; or `into` is read-only, not contiguous, or has no buffer.
             WaitTimeoutError, PeerLostError, ConnectionClosedError: the contents of `into` are undefined.
         """
-        offset = whole_number("offset", offset, 2**64 - 1)
+        offset = check_whole("offset", offset, 0, 2**64 - 1)
         self.native.read(_handle(handle), _plain(into), offset, timeout(timeout_s))
 
     def write(self, handle: bytes, array: Any, *, offset: int = 0, timeout_s: float = 30.0) -> None:
@@ -221,7 +233,7 @@ class Connection(Closing, elsewhere="connect again there, to the address of the 
             ArgumentError: this is not a handle, or `array` is not contiguous or has no buffer.
             WaitTimeoutError, PeerLostError, ConnectionClosedError: the region's contents are undefined.
         """
-        offset = whole_number("offset", offset, 2**64 - 1)
+        offset = check_whole("offset", offset, 0, 2**64 - 1)
         self.native.write(_handle(handle), _plain(array), offset, timeout(timeout_s))
 
     @property
@@ -442,7 +454,7 @@ def connect(
             )
         options["transport"] = transport
     if lanes is not None:
-        options["lanes"] = whole_number("lanes", lanes, MOST_LANES)
+        options["lanes"] = check_whole("lanes", lanes, 0, MOST_LANES)
     return Connection(_native.connect(check_text("address", address), options, timeout(timeout_s)))
 
 
@@ -452,7 +464,7 @@ def native_listener(
     """The native listener of `listen`, with `options_of`. Raises `ArgumentError` for an invalid host or port."""
     bound = "" if host is None else check_text("host", host, empty=True)
     return _native.Listener.make(
-        options, bound, whole_number("port", port, 65535), check_texts("advertise", advertise), shm
+        options, bound, check_whole("port", port, 0, 65535), check_texts("advertise", advertise), shm
     )
 
 
@@ -465,24 +477,17 @@ def options_of(
     tls: TLS | Literal[False] | None = None,
 ) -> dict[str, Any]:
     """Options of the native layer. Raises `ArgumentError` for numbers that are none, or too large."""
-    if limits is not None and not isinstance(limits, MessageLimits):
-        raise ArgumentError(f"limits are geartrain.transport.MessageLimits, found {shown(limits)}")
-    options: dict[str, Any] = {} if limits is None else asdict(limits)
-    for name, value in options.items():
-        options[name] = float(timeout(value, name)) if name.endswith("_s") else whole_number(name, value, 2**64 - 1)
+    options: dict[str, Any] = {} if limits is None else asdict(LIMITS("limits", limits))
     certificates = TLS.of_environment() if tls is None else tls
     if isinstance(certificates, TLS):
         options |= certificates.options()
     elif certificates is not None and certificates is not False:
         raise ArgumentError(f"tls is geartrain.transport.TLS, False or None, found {shown(certificates)}")
-    spin_us = check_real("spin_us", spin_us)
-    if spin_us < 0:
-        raise ArgumentError(f"spin_us is 0 or more, found {spin_us}")
     return options | {
         "secret": check_secret(secret),
-        "spin_us": spin_us,
+        "spin_us": SPIN_US("spin_us", spin_us),
         "views": check_flag("views", views),
-        "peer_timeout_s": float(timeout(peer_timeout_s, "peer_timeout_s")),
+        "peer_timeout_s": SECONDS("peer_timeout_s", peer_timeout_s),
     }
 
 
@@ -498,7 +503,7 @@ def _payload(header: bytes | Payload, buffers: Iterable[Any]) -> Payload:
         if each:
             raise ArgumentError(f"an encoded value has its own buffers and takes no others, found {len(each)}")
         return header
-    if not isinstance(header, bytes):
+    if not isinstance(header, bytes):  # once a message: no call
         raise ArgumentError(
             "a message's header is bytes, or a value that geartrain.transport.codec.encode has encoded; "
             f"found a {type(header).__name__}"

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from geartrain.core.arguments import check_path, check_text, whole_number
+from geartrain.core.arguments import check_path, check_text, check_whole, optional
 from geartrain.errors import ArgumentError
 
 #: Environment variables of `TLS`, in the order of its fields; the last one is optional.
@@ -68,13 +68,10 @@ class TLS:
         Raises:
             ArgumentError: a path, the name or the number of threads is invalid.
         """
-        threads = 0 if self.threads is None else whole_number("the threads of TLS", self.threads, MOST_THREADS)
-        if self.threads is not None and not threads:
-            raise ArgumentError(f"the threads of TLS are from 1 to {MOST_THREADS}, or None; found 0")
         return {
             "tls_certificate": str(check_path("the certificate of TLS", self.certificate)),
             "tls_key": str(check_path("the key of TLS", self.key)),
             "tls_ca": str(check_path("the authority of TLS", self.ca)),
             "tls_name": check_text("the name of TLS", self.name, empty=True),
-            "tls_threads": threads,
+            "tls_threads": optional(check_whole, "the threads of TLS", self.threads, 1, MOST_THREADS) or 0,
         }

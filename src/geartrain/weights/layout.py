@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from geartrain.core.arguments import is_masked, shown
+from geartrain.core.arguments import check_type, is_masked, shown
 from geartrain.core.json_values import parse_json
 from geartrain.core.schema import round_up
 from geartrain.errors import ArgumentError, IncompatibleStoreError
@@ -130,8 +130,7 @@ def leaves_of(weights: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
             else:
                 leaves[here] = value
 
-    if not isinstance(weights, Mapping):
-        raise ArgumentError(f"weights are a mapping from names to tensors, found a {type(weights).__name__}")
+    check_type("weights are a mapping from names to tensors", weights, Mapping)
     walk(weights, ())
     return leaves
 

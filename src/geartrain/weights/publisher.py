@@ -144,9 +144,7 @@ class Publisher(Closing, elsewhere="weights have one publisher a host"):
         """
         limit_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         _native.sleep_at_finalization()
-        number = check_whole("version", version)
-        if not 0 <= number < 2**63:
-            raise ArgumentError(f"versions are numbers from 0 to 2**63 - 1, found {number}")
+        number = check_whole("version", version, 0, 2**63 - 1)
         leaves = leaves_of(weights)
         schema = Schema.of(leaves)
         until_s = time.monotonic() + limit_s

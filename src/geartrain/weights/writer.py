@@ -16,7 +16,7 @@ from geartrain.core.arguments import check_whole
 from geartrain.core.lifetime import Lifetime, on_error
 from geartrain.core.shared_files import Trust
 from geartrain.core.threads import held
-from geartrain.errors import ArgumentError, BuffersHeldError, GeartrainError, WaitTimeoutError
+from geartrain.errors import BuffersHeldError, GeartrainError, WaitTimeoutError
 from geartrain.weights.format import MAX_BUFFERS
 from geartrain.weights.layout import Schema
 from geartrain.weights.segment import WeightsSegment
@@ -31,10 +31,7 @@ class Writer(Lifetime, at_exit=True, elsewhere="weights have one publisher a hos
 
     def __init__(self, name: str, buffers: int, directory: Path, trust: Trust = "user") -> None:
         """Raises `GeartrainError` when another one is alive."""
-        if not 2 <= check_whole("buffers", buffers) <= MAX_BUFFERS:
-            raise ArgumentError(
-                f"weights have 2 to {MAX_BUFFERS} buffers, to read one and write another; found buffers={buffers}"
-            )
+        check_whole("buffers", buffers, 2, MAX_BUFFERS)
         super().__init__(f"the publisher of {name!r}")
         self.name, self._buffers = name, buffers
         self._segment = WeightsSegment.open(name, directory, trust=trust)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.core.arguments import check_texts, check_whole, did_you_mean, shown, some_of, whole_number
+from geartrain.core.arguments import check_texts, check_whole, did_you_mean, shown, some_of
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, FieldError, SourceError
 from geartrain.integrations.datasets.episode import Episode, Extent, Metadata, Source, plain
@@ -171,7 +171,7 @@ def _parts(episodes: object) -> Iterable[int | slice]:
     if isinstance(episodes, slice):
         bounds = (episodes.start, episodes.stop, episodes.step)
         what, most = "a bound of the slice", 2**62
-        whole = [each if each is None else whole_number(what, each, most, least=-most) for each in bounds]
+        whole = [each if each is None else check_whole(what, each, -most, most) for each in bounds]
         return [_ahead(slice(*whole), episodes)]
     if isinstance(episodes, np.ndarray):
         episodes = list(episodes) if episodes.ndim == 1 else episodes[()]

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.core.arguments import check_text, check_texts, shown
+from geartrain.core.arguments import check_text, check_texts, check_type, shown
 from geartrain.core.json_values import read_object
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, SourceError
@@ -348,8 +348,7 @@ class _Files:
 
 
 def _task_names(task: str | None, tasks: Sequence[str] | None, indexed: bool) -> tuple[str, ...]:
-    if tasks is not None and not isinstance(tasks, str | Sequence):
-        raise ArgumentError(f"tasks are texts, each another one, found {shown(tasks)}")
+    check_type("tasks are texts, each another one", tasks, str | Sequence | None)
     if tasks is not None and task is not None:
         raise ArgumentError("task is for rows without a task_index, tasks for those with one: give one of them")
     if indexed and tasks is None:

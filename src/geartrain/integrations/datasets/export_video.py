@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from geartrain.core.arguments import check_choice
+from geartrain.core.arguments import check_choice, check_whole, optional
 from geartrain.errors import ArgumentError
 from geartrain.integrations.datasets.episode import Array, require
 
@@ -70,12 +70,8 @@ class VideoEncoding:
     def __post_init__(self) -> None:
         check_choice("the option video_codec", self.codec, _CODECS)
         most = _MOST_QUALITY[self.codec]
-        if self.quality is not None and not 0 <= self.quality <= most:
-            raise ArgumentError(
-                f"the option video_quality is from 0, the best, to {most} for {self.codec}; found {self.quality}"
-            )
-        if not 1 <= self.key_frames <= 100_000:
-            raise ArgumentError(f"the option video_key_frames is from 1 to 100,000, found {self.key_frames}")
+        optional(check_whole, f"the option video_quality, 0 the best for {self.codec},", self.quality, 0, most)
+        check_whole("the option video_key_frames", self.key_frames, 1, 100_000)
         if self.encoder not in require("av", "lerobot", "Encoding videos").codecs_available:
             raise ArgumentError(f"this build of PyAV has no encoder {self.encoder}: take another video_codec")
 

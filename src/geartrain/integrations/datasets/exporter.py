@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_flag, did_you_mean, shown
+from geartrain.core.arguments import check_choice, check_flag, check_path, shown
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import FULL, Trust, check_trust, room_in
@@ -228,18 +228,10 @@ def _converted(field: Field, casts: Mapping[str, str]) -> Field:
 
 def _target(path: str | os.PathLike[str], format: str) -> tuple[Path, str]:
     """The destination, with symbolic links followed, and the format."""
-    try:
-        name = os.fspath(path)
-        name.encode()
-    except (TypeError, AttributeError, UnicodeEncodeError):
-        raise ArgumentError(f"a path is needed to write to, found {shown(path)}") from None
-    if not name.strip() or "\0" in name or Path(name).name in ("", "."):
+    name = str(check_path("the path to write to", path))
+    if not name.strip() or Path(name).name in ("", "."):
         raise ArgumentError(f"a path is needed to write to, found {shown(path)}")
-    if not isinstance(format, str) or format not in ("auto", *EXPORT_FORMATS):
-        raise ArgumentError(
-            f"format {shown(format)} is unknown; there are auto, {', '.join(EXPORT_FORMATS)}"
-            f"{did_you_mean(format, EXPORT_FORMATS)}"
-        )
+    check_choice("format", format, ("auto", *EXPORT_FORMATS))
     if format == "auto":
         by_ending = {ending: each for each, (_, _, ending) in EXPORT_FORMATS.items() if ending}
         if Path(name).suffix not in by_ending:

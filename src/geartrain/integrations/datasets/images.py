@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.core.arguments import check_whole, shown
+from geartrain.core.arguments import check_choice, check_whole, shown
 from geartrain.errors import ArgumentError
 from geartrain.integrations.datasets.episode import Array, require
 
@@ -44,8 +44,7 @@ class ImageForm:
         Raises:
             ArgumentError: something else.
         """
-        if layout not in ("hwc", "chw"):
-            raise ArgumentError(f"the option image_layout is 'hwc' or 'chw', found {layout!r}")
+        check_choice("the option image_layout", layout, ("hwc", "chw"))
         edges: Any = size
         if isinstance(size, str):
             edges = [int(edge) for edge in size.split("x")] if re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9})?", size) else []

@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from geartrain.core.arguments import check_choice, check_flag, check_path, did_you_mean, shown, whole_number
+from geartrain.core.arguments import check_choice, check_flag, check_path, check_whole, optional
 from geartrain.core.dtypes import as_dtype
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError, SourceError, StoreError, StoreExistsError, StoreFullError, StoreMissingError
+from geartrain.errors import SourceError, StoreError, StoreExistsError, StoreFullError, StoreMissingError
 from geartrain.integrations.datasets.arguments import casts_of, checked_options
 from geartrain.integrations.datasets.episode import Array, DeferredSteps, Episode, FieldChoice, Source, reading
 from geartrain.integrations.datasets.episode_choice import EpisodeChoice, Where, chosen_episodes
@@ -164,8 +164,7 @@ def import_dataset(
     if persist is not None:
         check_flag("persist", persist)
     for what, value in (("capacity", capacity), ("max_length", max_length)):
-        if value is not None and whole_number(what, value, 2**62) < 1:
-            raise ArgumentError(f"{what} is at least 1, found {value}")
+        optional(check_whole, what, value, 1, 2**62)
     _check_absent(name)  # before a long pass over the data
     opened = open_source(
         source,
@@ -346,10 +345,7 @@ def _opened(
         if fields is not None or options:
             raise SourceError(f"{source.name} is open already: give fields and options when you open it")
         return source
-    if not isinstance(format, str) or format not in ("auto", *FORMATS):
-        raise ArgumentError(
-            f"format {shown(format)} is unknown; there are auto, {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}"
-        )
+    check_choice("format", format, ("auto", *FORMATS))
     if isinstance(source, str | Path):
         check_path("the source of an import", source)
     if format == "auto":

@@ -31,9 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.core.arguments import check_real, shown, whole_number
+from geartrain.core.arguments import check_real, check_whole, shown
 from geartrain.core.json_values import parse_json, read_object
-from geartrain.errors import ArgumentError, SourceError
+from geartrain.errors import SourceError
 from geartrain.integrations.datasets.arrow import column_values, record_batches
 from geartrain.integrations.datasets.episode import (
     Array,
@@ -107,13 +107,10 @@ class LeRobotSource(Source):
         threads: int | None = None,
     ) -> None:
         self._form = ImageForm.of(image_size, image_layout)
-        tolerance_s = check_real("the option tolerance_s", tolerance_s, "seconds above 0")
-        if not 0 < tolerance_s < 1e6:
-            raise ArgumentError(f"the option tolerance_s is above 0, in seconds; found {tolerance_s}")
+        tolerance_s = check_real("the option tolerance_s", tolerance_s, None, 1e6, above=0)
         if threads is None:
             threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
-        elif not 1 <= whole_number("the option threads", threads, 2**31) <= 1024:
-            raise ArgumentError(f"the option threads is from 1 to 1,024, found {threads}")
+        check_whole("the option threads", threads, 1, 1024)
         self.threads, self._tolerance_s = threads, tolerance_s
         self.name = str(path)
         self._root = Path(path)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from geartrain._native import forks
+from geartrain.core.arguments import check_type
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, StoreClosedError
 from geartrain.integrations.jax.streams import Streams
@@ -114,11 +115,9 @@ def contents_of(state: Any) -> BufferContents:
     Raises:
         ArgumentError: no state, or one of the process that this one was forked from. StoreClosedError: it was closed.
     """
-    if not isinstance(state, BufferState):
-        raise ArgumentError(f"a buffer's state is what init returned, found {type(state).__name__}")
-    contents = state._contents
+    contents = check_type("a buffer's state is what init returned", state, BufferState)._contents
     contents.check()
     return contents
 
 
-__all__ = ["BufferState", "BufferContents", "contents_of"]
+__all__ = ["BufferContents", "BufferState", "contents_of"]

@@ -354,8 +354,7 @@ def make_prioritised_flat_buffer(
     Raises:
         ArgumentError: a size or the exponent is out of range.
     """
-    if not 0 <= check_real("priority_exponent", priority_exponent) <= 1:
-        raise ArgumentError(f"priority_exponent is from 0 to 1, found {priority_exponent}")
+    check_real("priority_exponent", priority_exponent, 0, 1)
     sizes = (max_length, min_length, sample_batch_size, 2, add_sequences, add_batch_size)
     return _made(*sizes, store, writers, reserve, exponent=float(priority_exponent))
 
@@ -388,15 +387,13 @@ def make_trajectory_buffer(
     Raises:
         ArgumentError: a size or `period` is out of range.
     """
-    if check_whole("period", period) != 1:
-        raise ArgumentError(f"period must be 1: sequences begin at any timestep; found {period}")
+    check_whole("period, as sequences begin at any timestep,", period, 1, 1)
     for what, value in (
         ("add_batch_size", add_batch_size),
         ("max_length_time_axis", max_length_time_axis),
         ("min_length_time_axis", min_length_time_axis),
     ):
-        if check_whole(what, value) < 1:
-            raise ArgumentError(f"{what} must be at least 1, found {value}")
+        check_whole(what, value, 1)
     kept, least = max_length_time_axis * add_batch_size, min_length_time_axis * add_batch_size
     sizes = (kept, least, sample_batch_size, sample_sequence_length, True, add_batch_size)
     return _made(*sizes, store, writers, reserve, flat=False)
@@ -425,8 +422,7 @@ def _made(
         ("add_batch_size", streams),
         ("writers", writers),
     ):
-        if check_whole(what, value) < 1:
-            raise ArgumentError(f"{what} must be at least 1, found {value}")
+        check_whole(what, value, 1)
     timesteps = max_length // streams
     if timesteps < sequence:
         raise ArgumentError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from geartrain.core.arguments import whole_number
+from geartrain.core.arguments import check_whole
 from geartrain.core.global_generators import drawing
 from geartrain.errors import ArgumentError
 
@@ -21,7 +21,7 @@ def random_shift(images: torch.Tensor, pad: int = 4) -> torch.Tensor:
         New images of the same shape and dtype. Shifts are drawn from torch's global generator.
     """
     _check(images)
-    pad = whole_number("pad, in pixels,", pad, 2**31)
+    pad = check_whole("pad, in pixels,", pad, 0, 2**31)
     padded = functional.pad(images, (pad, pad, pad, pad), mode="replicate")
     return random_crop_vectorized(padded, tuple(images.shape[2:]))
 

@@ -64,11 +64,7 @@ def capacity_for(dataset: Any, capacity: int | None) -> int:
         raise ArgumentError(f"a dataset has a length and frames by number, found {type(dataset).__name__}") from None
     if capacity is None:
         return frames
-    if check_whole("capacity", capacity) < frames:
-        raise ArgumentError(
-            "The capacity of the ReplayBuffer must be greater than or equal to the length of the LeRobotDataset: "
-            f"found {capacity}, and {frames} frames"
-        )
+    check_whole("capacity", capacity, frames)
     return capacity
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_text, shown
+from geartrain.core.arguments import check_text, check_type, shown
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, IncompatibleStoreError, SchemaError
 from geartrain.integrations.transitions.layout import ACTION, INFO, fields_of, observation_field
@@ -120,8 +120,7 @@ class TransitionEntries:
         """
         if not isinstance(state, Mapping) or not state:
             raise ArgumentError(f"a state is a dict of tensors by key, found {state!r}")
-        if infos is not None and not isinstance(infos, Mapping):
-            raise ArgumentError(f"complementary_info is a dict or None, found {type(infos).__name__}")
+        check_type("complementary_info is a dict or None", infos, Mapping | None)
         for what, given in (("state", state), ("complementary_info", infos or {})):
             for key in given:
                 check_text(f"a key of {what}", key)
@@ -163,8 +162,7 @@ class TransitionEntries:
         Raises:
             ArgumentError: it is no dict. SchemaError: one is missing, or does not fit.
         """
-        if not isinstance(given, Mapping):
-            raise ArgumentError(f"{what} is a dict of tensors by key, found {type(given).__name__}")
+        check_type(f"{what} is a dict of tensors by key", given, Mapping)
         if len(given) > len(self.states):
             self._tell_of(what, given, self.states)
         missing = self.states.keys() - given.keys()
@@ -178,8 +176,7 @@ class TransitionEntries:
         Raises:
             ArgumentError: they are no dict. SchemaError: one does not fit.
         """
-        if not isinstance(given, Mapping):
-            raise ArgumentError(f"complementary_info is a dict or None, found {type(given).__name__}")
+        check_type("complementary_info is a dict or None", given, Mapping)
         infos = self.infos or {}
         if not given.keys() <= infos.keys():
             self._tell_of("complementary_info", given, infos)

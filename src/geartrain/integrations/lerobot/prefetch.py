@@ -14,7 +14,7 @@ from typing import Any
 from geartrain.core.arguments import check_whole
 from geartrain.core.lifetime import on_error
 from geartrain.core.threads import DaemonThread
-from geartrain.errors import ArgumentError, GeartrainError
+from geartrain.errors import GeartrainError
 
 # A reader that waits looks so often whether the thread is still there.
 _LOOK_S = 0.5
@@ -119,8 +119,7 @@ class BatchPrefetch:
     def __init__(
         self, sample: Callable[[], Any], size: int, about_to_wait: Callable[[], object] = lambda: None
     ) -> None:
-        if check_whole("queue_size", size) < 1:
-            raise ArgumentError(f"queue_size must be at least 1, found {size}")
+        check_whole("queue_size", size, 1)
         self._queue = _Queue(sample, size)
         self._about_to_wait = about_to_wait
         self._pid = os.getpid()

@@ -106,10 +106,8 @@ class LeRobotReplayBuffer(
         writers: int = 1,
         reserve: bool = True,
     ) -> None:
-        if check_whole("capacity", capacity) <= 0:
-            raise ArgumentError(f"Capacity must be greater than 0, found {capacity}")
-        if check_whole("writers", writers) < 1:
-            raise ArgumentError(f"writers must be at least 1, found {writers}")
+        check_whole("capacity", capacity, 1)
+        check_whole("writers", writers, 1)
         if torch.device(storage_device).type != "cpu":
             raise ArgumentError(f"transitions lie in shared memory: storage_device is 'cpu', found {storage_device!r}")
         super().__init__("the replay buffer")
@@ -269,8 +267,7 @@ class LeRobotReplayBuffer(
             ArgumentError: `batch_size` is not a whole number above zero.
             EmptyBufferError: nothing was added yet; also a `RuntimeError`.
         """
-        if check_whole("batch_size", batch_size) < 1:
-            raise ArgumentError(f"batch_size must be at least 1, found {batch_size}")
+        check_whole("batch_size", batch_size, 1)
         with self._locked():
             if self._join() is None:
                 raise EmptyBufferError("Cannot sample from an empty buffer. Add transitions first.")

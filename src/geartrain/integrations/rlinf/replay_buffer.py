@@ -20,7 +20,6 @@ from geartrain.core.arguments import (
     check_text,
     check_whole,
     timeout,
-    whole_number,
 )
 from geartrain.core.global_generators import drawing
 from geartrain.core.lifetime import Lifetime, on_error
@@ -113,15 +112,15 @@ class TrajectoryReplayBuffer(Lifetime, inherited=True, elsewhere="share it by th
     ) -> None:
         check_flag("enable_cache", enable_cache)
         check_whole("cache_size", cache_size)
-        self.sample_window_size = whole_number("sample_window_size", sample_window_size, _MOST)
+        self.sample_window_size = check_whole("sample_window_size", sample_window_size, 0, _MOST)
         if self.sample_window_size == 0 and capacity is None:
             raise ArgumentError("with sample_window_size=0 give capacity=, the number of trajectories to keep")
         if self.sample_window_size and capacity is not None:
             raise ArgumentError("capacity has no effect unless sample_window_size=0")
-        self._kept = self.sample_window_size or whole_number("capacity", capacity, _MOST)
+        self._kept = self.sample_window_size or check_whole("capacity", capacity, 0, _MOST)
         if not self._kept:
             raise ArgumentError("capacity must be at least 1, found 0")
-        self._most_samples = None if max_samples is None else max(1, whole_number("max_samples", max_samples, _MOST))
+        self._most_samples = None if max_samples is None else max(1, check_whole("max_samples", max_samples, 0, _MOST))
         self.trajectory_format = check_choice("trajectory_format", trajectory_format, ("pt", "pkl"))
         self.auto_save = check_flag("auto_save", auto_save)
         self._files: TrajectoryFiles | None = None
@@ -131,7 +130,7 @@ class TrajectoryReplayBuffer(Lifetime, inherited=True, elsewhere="share it by th
             folder = check_path("auto_save_path", auto_save_path)
             folder.mkdir(parents=True, exist_ok=True)
             self._files = TrajectoryFiles(folder)
-        self.seed = seed if seed is None else whole_number("seed", seed, 2**63 - 1)
+        self.seed = seed if seed is None else check_whole("seed", seed, 0, 2**63 - 1)
         self._generator = torch.Generator()
         with drawing:
             self._generator.manual_seed(int(torch.randint(_MOST, ())) if self.seed is None else self.seed)
@@ -280,8 +279,7 @@ class TrajectoryReplayBuffer(Lifetime, inherited=True, elsewhere="share it by th
             ArgumentError: `num_chunks` is not a whole number above zero.
             EmptyBufferError: there are no trajectories; also a `RuntimeError`.
         """
-        if check_whole("num_chunks", num_chunks) < 1:
-            raise ArgumentError(f"num_chunks must be at least 1, found {num_chunks}")
+        check_whole("num_chunks", num_chunks, 1)
         store = self._join()
         refuse_within(self._drawing, "a sample of this replay buffer")
         with self._drawing:

@@ -13,7 +13,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples
 from stable_baselines3.her import her_replay_buffer as stock
 from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY, GoalSelectionStrategy
 
-from geartrain.core.arguments import check_choice, check_whole
+from geartrain.core.arguments import check_choice, check_type, check_whole
 from geartrain.core.global_generators import drawing
 from geartrain.errors import ArgumentError
 from geartrain.integrations.sb3.replay_buffer import DictReplayBuffer
@@ -54,8 +54,7 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
         copy_info_dict: bool = False,
         **options: Any,
     ) -> None:
-        if check_whole("n_sampled_goal", n_sampled_goal) < 0:
-            raise ArgumentError(f"n_sampled_goal must be at least 0, found {n_sampled_goal}")
+        check_whole("n_sampled_goal", n_sampled_goal, 0)
         if copy_info_dict:
             options.setdefault("info_bytes", 1024)
         strategy = goal_selection_strategy
@@ -63,8 +62,7 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
             strategy = KEY_TO_GOAL_STRATEGY[
                 check_choice("goal_selection_strategy", strategy.lower(), KEY_TO_GOAL_STRATEGY)
             ]
-        if not isinstance(strategy, GoalSelectionStrategy):
-            raise ArgumentError(f"goal_selection_strategy is one of {list(GoalSelectionStrategy)}, found {strategy!r}")
+        check_type(f"goal_selection_strategy is one of {list(GoalSelectionStrategy)}", strategy, GoalSelectionStrategy)
         super().__init__(
             buffer_size,
             observation_space,
@@ -108,8 +106,7 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
         Raises:
             RuntimeError: no episode was completed yet.
         """
-        if check_whole("batch_size", batch_size) < 1:
-            raise ArgumentError(f"batch_size must be at least 1, found {batch_size}")
+        check_whole("batch_size", batch_size, 1)
         self.index.refresh()
         episodes = self.index.episodes()
         if not len(episodes):

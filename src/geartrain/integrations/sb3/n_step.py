@@ -9,12 +9,10 @@ from numpy.typing import NDArray
 from stable_baselines3.common import buffers as stock
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
 
-from geartrain.core.arguments import check_whole
-from geartrain.errors import ArgumentError
+from geartrain.core.arguments import check_real, check_whole
 from geartrain.integrations.sb3.replay_buffer import ReplayBuffer
 from geartrain.integrations.transitions.draws import DrawnWindows
 from geartrain.integrations.transitions.layout import DONE, FLAGS, REWARD, TIMEOUT, TRANSITION
-from geartrain.selection.arguments import check_number
 
 
 class NStepReplayBuffer(ReplayBuffer, stock.NStepReplayBuffer):
@@ -29,11 +27,8 @@ class NStepReplayBuffer(ReplayBuffer, stock.NStepReplayBuffer):
     """
 
     def __init__(self, *args: Any, n_steps: int = 3, gamma: float = 0.99, **kwargs: Any) -> None:
-        if check_whole("n_steps", n_steps) < 1:
-            raise ArgumentError(f"n_steps must be at least 1, found {n_steps}")
-        check_number("gamma", gamma, "from 0 to 1", least=0)
-        if gamma > 1:
-            raise ArgumentError(f"gamma must be from 0 to 1, found {gamma}")
+        check_whole("n_steps", n_steps, 1)
+        check_real("gamma", gamma, 0, 1)
         self.n_steps = n_steps
         self.gamma = gamma
         self.reach = n_steps

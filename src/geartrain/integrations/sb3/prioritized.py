@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from geartrain.core.arguments import check_real
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
 from geartrain.integrations.sb3.n_step import NStepReplayBuffer
 from geartrain.integrations.sb3.replay_buffer import ReplayBuffer
 from geartrain.integrations.transitions.draws import DrawnWindows, TransitionDraws
 from geartrain.replay.replay import Replay
-from geartrain.selection.arguments import check_number
 from geartrain.selection.random import Prioritized, checked_beta
 from geartrain.selection.strategy import Strategy
 from geartrain.store.segment import PriorityPer
@@ -83,8 +83,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         gamma: float = 0.99,
         **kwargs: Any,
     ) -> None:
-        check_number("alpha", alpha, "a finite number >= 0", least=0)
-        check_number("min_priority", min_priority, "a finite number above zero", least=0, above=True)
+        check_real("alpha", alpha, 0)
+        check_real("min_priority", min_priority, above=0)
         self.alpha = float(alpha)
         self.initial_beta = self.beta = checked_beta(beta)
         self.final_beta = checked_beta(final_beta)

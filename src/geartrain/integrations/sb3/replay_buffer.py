@@ -15,7 +15,7 @@ from stable_baselines3.common.preprocessing import get_obs_shape
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 
 from geartrain._native import forks
-from geartrain.core.arguments import check_whole
+from geartrain.core.arguments import check_type, check_whole
 from geartrain.core.global_generators import drawing
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, IncompatibleStoreError, NotEnoughRowsError, SchemaError
@@ -105,8 +105,7 @@ class ReplayBuffer(stock.ReplayBuffer):
             ("writers", writers, 1),
             ("info_bytes", info_bytes, 0),
         ):
-            if check_whole(what, value) < least:
-                raise ArgumentError(f"{what} must be at least {least}, found {value}")
+            check_whole(what, value, least)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
         self.handle_timeout_termination = handle_timeout_termination
@@ -274,8 +273,7 @@ class ReplayBuffer(stock.ReplayBuffer):
         Raises:
             NotEnoughRowsError: there are none. (Where `full` was set all the same, they are zeros.)
         """
-        if check_whole("batch_size", batch_size) < 1:
-            raise ArgumentError(f"batch_size must be at least 1, found {batch_size}")
+        check_whole("batch_size", batch_size, 1)
         if self._forks != forks():
             self._join_after_fork()
         windows = self._draws.sample(batch_size)
@@ -453,8 +451,7 @@ class DictReplayBuffer(ReplayBuffer, stock.DictReplayBuffer):
         handle_timeout_termination: bool = True,
         **options: Any,
     ) -> None:
-        if not isinstance(observation_space, spaces.Dict):
-            raise ArgumentError(f"DictReplayBuffer must be used with Dict obs space only, found {observation_space}")
+        check_type("DictReplayBuffer must be used with Dict obs space only", observation_space, spaces.Dict)
         super().__init__(
             buffer_size,
             observation_space,

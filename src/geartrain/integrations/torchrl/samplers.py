@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torchrl.data.replay_buffers import samplers as stock
 from torchrl.data.replay_buffers.samplers import Sampler
 
+from geartrain.core.arguments import check_real, check_type
 from geartrain.core.global_generators import drawing
 from geartrain.errors import ArgumentError, EmptyStoreError
 from geartrain.integrations.torchrl.indices import cells_of
 from geartrain.integrations.torchrl.storage import SharedStorage
 from geartrain.replay.replay import Replay
-from geartrain.selection.arguments import check_number
 from geartrain.selection.random import Prioritized, checked_beta
 
 _EMPTY = "Cannot sample from an empty storage."
@@ -107,8 +107,8 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
         eps: float = 1e-8,
         reduction: str = "max",
     ) -> None:
-        check_number("alpha", alpha, "a finite number >= 0", least=0)
-        check_number("eps", eps, "a finite number >= 0", least=0)
+        check_real("alpha", alpha, 0)
+        check_real("eps", eps, 0)
         self._alpha = float(alpha)
         self._beta = checked_beta(beta)
         self._eps = float(eps)
@@ -124,7 +124,7 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        check_number("alpha", value, "a finite number >= 0", least=0)
+        check_real("alpha", value, 0)
         alpha, storage = float(value), self._of
         if alpha == self._alpha:
             return
@@ -299,8 +299,7 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
 
 
 def _check(storage: Any) -> None:
-    if not isinstance(storage, SharedStorage):
-        raise ArgumentError(f"this sampler draws from a SharedStorage, found {type(storage).__name__}")
+    check_type("this sampler draws from a SharedStorage", storage, SharedStorage)
 
 
 def _bytes(field: Any) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_whole
+from geartrain.core.arguments import at_most_one, check_type, check_whole, optional
 from geartrain.core.global_generators import drawing
 from geartrain.errors import ArgumentError, EmptyStoreError
 from geartrain.integrations.torchrl.samplers import PrioritizedSampler, StatelessSampler
@@ -219,16 +219,13 @@ class Slices:
                 f"Got num_slices={num_slices} and slice_len={slice_len}."
             )
         for what, value in (("num_slices", num_slices), ("slice_len", slice_len)):
-            if value is not None and check_whole(what, value) < 1:
-                raise ArgumentError(f"{what} must be at least 1, found {value}")
-        if end_key is not None and end_keys is not None:
-            raise ArgumentError("give end_key or end_keys, not both")
-        if check_whole("margin", margin) < 0:
-            raise ArgumentError(f"margin must be at least 0, found {margin}")
+            optional(check_whole, what, value, 1)
+        at_most_one(end_key=end_key, end_keys=end_keys)
+        check_whole("margin", margin, 0)
         both = tuple(span) if isinstance(span, tuple | list) and len(span) == 2 else (span, span)
         for out in both:
-            if not isinstance(out, (bool, np.bool_)) and check_whole("span", out) < 0:
-                raise ArgumentError(f"span is a bool or a number of steps >= 0, or two of them, found {span}")
+            if not isinstance(out, (bool, np.bool_)):
+                check_whole("span, unless it is a bool,", out, 0)
         self.num_slices, self.slice_len = num_slices, slice_len
         self.strict_length, self.margin = bool(strict_length), margin
         self.span = (_plain(both[0]), _plain(both[1]))
@@ -257,8 +254,7 @@ class Slices:
 
     def check(self, storage: Any) -> None:
         """Raises where a storage is none, or empty."""
-        if not isinstance(storage, SharedStorage):
-            raise ArgumentError(f"this sampler draws from a SharedStorage, found {type(storage).__name__}")
+        check_type("this sampler draws from a SharedStorage", storage, SharedStorage)
         if storage.ndim > 1:
             raise ArgumentError(
                 f"this sampler draws slices of a storage of one axis, found ndim={storage.ndim}: take torchrl's own"

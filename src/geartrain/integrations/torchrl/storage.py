@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.storages import TensorStorage
 from torchrl.data.replay_buffers.storages.base import Storage
 
 from geartrain.core.arguments import check_whole
-from geartrain.errors import ArgumentError, SchemaError
+from geartrain.errors import SchemaError
 from geartrain.integrations.torchrl.indices import cells_along, cells_of, folded, indices_of, is_number
 from geartrain.integrations.torchrl.items import batch_dims_of, fields_of, item_of, leaves_of, name_of, stacked
 from geartrain.integrations.torchrl.saving import (
@@ -89,10 +89,8 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
         timeout_s: float = 10.0,
         reserve: bool = True,
     ) -> None:
-        if check_whole("max_size", max_size) < 1:
-            raise ArgumentError(f"max_size must be at least 1, found {max_size}")
-        if check_whole("ndim", ndim) < 1:
-            raise ArgumentError(f"ndim must be at least 1, found {ndim}")
+        check_whole("max_size", max_size, 1)
+        check_whole("ndim", ndim, 1)
         Storage.__init__(self, max_size)
         place = StorePlace(store, scratch_dir, existsok, auto_cleanup)
         StoredItems.__init__(self, max_size, ndim, place, timeout_s, reserve)

@@ -181,4 +181,4 @@ class Trajectories:
         return np.searchsorted(self._begins[self._from : self._to], numbers, "right").astype(np.int64)
 
 
-__all__ = ["END_KEY", "TRAJECTORY_KEYS", "Trajectories", "Held"]
+__all__ = ["END_KEY", "TRAJECTORY_KEYS", "Held", "Trajectories"]

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers.writers import Writer
 
-from geartrain.core.arguments import check_flag
-from geartrain.errors import ArgumentError
+from geartrain.core.arguments import check_flag, check_type
 from geartrain.integrations.torchrl.indices import is_number
 from geartrain.integrations.torchrl.items import count_of, stacked
 from geartrain.integrations.torchrl.storage import SharedStorage
@@ -42,8 +41,7 @@ class RoundRobinWriter(Writer):  # type: ignore[misc]
             ArgumentError: it is no `SharedStorage`. IncompatibleStoreError: generations are to be tracked, and it has
                 items without.
         """
-        if not isinstance(storage, SharedStorage):
-            raise ArgumentError(f"this writer is for a SharedStorage, found {type(storage).__name__}")
+        check_type("this writer is for a SharedStorage", storage, SharedStorage)
         if self._track_generations:
             storage.track_generations()
         super().register_storage(storage)

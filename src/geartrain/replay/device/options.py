@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from geartrain.core.arguments import check_choice, check_flag, check_real, check_whole, shown
-from geartrain.errors import ArgumentError
+from geartrain.core.arguments import (
+    FLAG,
+    Options,
+    check_choice,
+    check_real,
+    check_type,
+    check_whole,
+    checked,
+    shown,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +28,7 @@ Exchange = Literal["host", "nccl"]
 
 
 @dataclass(frozen=True)
-class Convert:
+class Convert(Options):
     """Conversion of a field in transfer: float32(x) * scale + shift, rounded to `dtype`.
 
     Args:
@@ -32,15 +40,9 @@ class Convert:
         Convert(dtype='bfloat16', scale=0.00392156862745098, shift=0.0)
     """
 
-    dtype: str
-    scale: float = 1.0
-    shift: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_choice("dtype", self.dtype, ("bfloat16", "float16", "float32"))
-        for what, value in (("scale", self.scale), ("shift", self.shift)):
-            if abs(check_real(what, value)) > _LARGEST:
-                raise ArgumentError(f"{what} is a float32 number, found {shown(value)}")
+    dtype: str = field(metadata=checked(check_choice, ("bfloat16", "float16", "float32")))
+    scale: float = field(default=1.0, metadata=checked(check_real, -_LARGEST, _LARGEST))
+    shift: float = field(default=0.0, metadata=checked(check_real, -_LARGEST, _LARGEST))
 
     def apply(self, values: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
         """The same as the kernel does, by torch; where a step is not `real` the result is 0."""
@@ -53,7 +55,7 @@ class Convert:
 
 
 @dataclass(frozen=True)
-class DeviceOptions:
+class DeviceOptions(Options):
     """How batches get to a GPU; `Replay(device="cuda")` is short for `Replay(device=DeviceOptions("cuda"))`.
 
     Args:
@@ -85,29 +87,21 @@ class DeviceOptions:
     """
 
     device: Any = "cuda"
-    path: Path = "auto"
-    select: Literal["auto", "host", "device"] = "auto"
+    path: Path = field(default="auto", metadata=checked(check_choice, get_args(Path)))
+    select: Literal["auto", "host", "device"] = field(
+        default="auto", metadata=checked(check_choice, ("auto", "host", "device"))
+    )
     convert: Mapping[str, Convert] = field(default_factory=dict)
-    packed: bool = False
-    pin_limit_bytes: int | None = None
-    crossover_bytes: int | None = None
-    exchange: Exchange = "host"
+    packed: bool = field(default=False, metadata=FLAG)
+    pin_limit_bytes: int | None = field(default=None, metadata=checked(check_whole, 0))
+    crossover_bytes: int | None = field(default=None, metadata=checked(check_whole, 0))
+    exchange: Exchange = field(default="host", metadata=checked(check_choice, ("host", "nccl")))
 
     def __post_init__(self) -> None:
-        check_choice("path", self.path, get_args(Path))
-        check_choice("select", self.select, ("auto", "host", "device"))
-        check_choice("exchange", self.exchange, ("host", "nccl"))
-        check_flag("packed", self.packed)
-        for what, size in (("pin_limit_bytes", self.pin_limit_bytes), ("crossover_bytes", self.crossover_bytes)):
-            if size is not None and check_whole(what, size) < 0:
-                raise ArgumentError(f"{what} is at least 0, found {shown(size)}")
-        if not isinstance(self.convert, Mapping):
-            raise ArgumentError(f"convert is a dict of Convert by field, found {shown(self.convert)}")
+        super().__post_init__()
+        check_type("convert is a dict of Convert by field", self.convert, Mapping)
         for name, how in self.convert.items():
-            if not isinstance(how, Convert):
-                raise ArgumentError(
-                    f"convert[{shown(name)}] is a Convert, such as Convert('bfloat16'); found {shown(how)}"
-                )
+            check_type(f"convert[{shown(name)}] is a Convert, such as Convert('bfloat16')", how, Convert)
 
 
-__all__ = ["Convert", "Exchange", "DeviceOptions", "Path"]
+__all__ = ["Convert", "DeviceOptions", "Exchange", "Path"]

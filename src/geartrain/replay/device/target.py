@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import did_you_mean
+from geartrain.core.arguments import check_keywords
 from geartrain.core.schema import round_up
 from geartrain.device.device import Device
 from geartrain.device.pinned_memory import Pin, pins
@@ -49,11 +49,7 @@ def gather_plan_of(plan: FetchPlan, convert: Mapping[str, Convert], packed: bool
     from geartrain.device.kernels.gather_layout import GatherField, SegmentLayout
 
     store = plan.store
-    unknown = set(convert) - set(plan.names)
-    if unknown:
-        raise ArgumentError(
-            f"`convert` names {sorted(unknown)}, the batch has {plan.names}{did_you_mean(unknown, plan.names)}"
-        )
+    check_keywords("convert", convert, plan.names)
     layout = store.native.layout()
     fields = []
     for name, number in zip(plan.names, plan.numbers, strict=True):

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import did_you_mean
+from geartrain.core.arguments import check_keywords, leave_out
 from geartrain.core.lifetime import on_error
 from geartrain.errors import ArgumentError
 from geartrain.ranks.rank_group import Bytes
@@ -131,11 +131,7 @@ class BatchAssembler(Protocol):
 
 def check_options(options: DeviceOptions, names: Sequence[str], has_peers: bool) -> None:
     """Raises `ArgumentError` for options that several ranks do not have."""
-    unknown = set(options.convert) - set(names)
-    if unknown:
-        raise ArgumentError(
-            f"`convert` names {sorted(unknown)}, the batch has {list(names)}{did_you_mean(unknown, names)}"
-        )
+    check_keywords("convert", options.convert, names)
     if options.path == "copy":
         raise ArgumentError("path='copy' is for one rank: over several ranks use path='gather' or 'staged'")
     if has_peers and (options.path == "gather" or options.exchange == "nccl"):
@@ -143,8 +139,9 @@ def check_options(options: DeviceOptions, names: Sequence[str], has_peers: bool)
         raise ArgumentError(
             f"{asked} does not work with tensor parallelism, which copies the batch from host memory: use path='staged'"
         )
-    if options.exchange == "nccl" and options.path == "staged":
-        raise ArgumentError("exchange='nccl' needs rows that the GPU gathers: leave out path='staged'")
+    if options.exchange == "nccl":
+        staged = options.path == "staged" and options.path
+        leave_out("exchange='nccl' needs rows that the GPU gathers", path=staged)
 
 
 def open_assembler(

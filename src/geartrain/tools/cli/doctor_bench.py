@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from geartrain.core.arguments import leave_out
 from geartrain.errors import ArgumentError
 from geartrain.tools.cli.app import app, escape, make_table, out
 from geartrain.tools.cli.checks import input_file, output_file, plot_file
@@ -64,10 +65,10 @@ def doctor(
     from geartrain.tools.doctor import about, examine, summary
 
     secret = os.environ.get("GEARTRAIN_SECRET", "").encode()
-    if listen and peer is not None:
-        raise ArgumentError("--listen is one side, and --peer the other")
-    if transport is not None and peer is None:
-        raise ArgumentError("--transport is for --peer")
+    if listen:
+        leave_out("--listen is one side, and --peer the other", **{"--peer": peer})
+    if peer is None:
+        leave_out("--transport is for --peer", **{"--transport": transport})
     if listen:
         peer_probe.serve(host, secret)
         return

@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import geartrain._native as _native
+from geartrain.core.arguments import check_real
 from geartrain.errors import ArgumentError
 
 ALGORITHMS = ("single", "root", "ring", "tree", "dedicated", "hybrid")
@@ -65,8 +66,7 @@ class Network:
     rtt_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.rtt_s < 0:
-            raise ArgumentError(f"rtt_s must be at least 0, found {self.rtt_s}")
+        check_real("rtt_s", self.rtt_s, 0)
         _native.plan_shares(self.workers, self.reducers, self.nbytes)  # raises for an invalid network
 
     @property
@@ -225,8 +225,8 @@ def cheapest(
     """
     if len(set(network.reducers)) != 1:
         raise ArgumentError("the cheapest number of reducers needs reducers of one kind: --reducers 1x32Gbit")
-    if min(price_worker, price_reducer, compute_s) < 0:
-        raise ArgumentError("prices and times are not below zero")
+    for what, value in (("price_worker", price_worker), ("price_reducer", price_reducer), ("compute_s", compute_s)):
+        check_real(what, value, 0)
     rate = network.reducers[0]
     most = _native.reducers_needed(network.workers, rate)
     if most > MOST_REDUCERS:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import geartrain._native as _native
-from geartrain.core.arguments import shown
+from geartrain.core.arguments import check_real, check_type, shown
 from geartrain.core.json_values import read_object
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, MissingDependencyError
@@ -87,16 +87,13 @@ class Constants:
         if set(found) != known:
             raise ArgumentError(f"constants are {', '.join(sorted(known))}; found {', '.join(sorted(found))}")
         descents = found["descent_ns"]
-        if not isinstance(found["source"], str):
-            raise ArgumentError(f"source is text, found {shown(found['source'])}")
+        check_type("source is text", found["source"], str)
         if not isinstance(descents, Mapping) or not descents or not all(_ROWS.fullmatch(str(n)) for n in descents):
             raise ArgumentError(f"descent_ns maps rows to nanoseconds, found {shown(descents)}")
         numbers = {name: found[name] for name in known - {"source", "descent_ns"}}
         numbers |= {f"descent_ns of {n} rows": ns for n, ns in descents.items()}
         for name, value in numbers.items():
-            least = _LEAST_RATE if name in _RATES else 0
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= _LARGEST:
-                raise ArgumentError(f"the constant {name} is a number from {least:g} to 1e12, found {shown(value)}")
+            check_real(f"the constant {name}", value, _LEAST_RATE if name in _RATES else 0, _LARGEST)
         return cls(**{**found, "descent_ns": {int(n): float(ns) for n, ns in descents.items()}})
 
 

@@ -37,7 +37,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from geartrain.core.arguments import shown
+from geartrain.core.arguments import check_real, shown
 from geartrain.errors import ArgumentError
 from geartrain.ranks.rank_collectives import DIRECT_RANKS, RADIX
 from geartrain.replay.distributed.assignment import Replica, assign
@@ -91,13 +91,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
-            value = getattr(self, name)
-            if not value >= least or math.isinf(value):
-                raise ArgumentError(f"{name} must be at least {least} and finite, found {shown(value)}")
-            if value > most:
-                raise ArgumentError(f"{name} must be at most {most:,}, found {shown(value)}")
-        if not self.link_gbit >= 1e-9:
-            raise ArgumentError(f"link_gbit must be above zero, found {self.link_gbit}")
+            check_real(name, getattr(self, name), least, most)
+        check_real("link_gbit", self.link_gbit, 1e-9)
         if self.batch % self.ranks:
             raise ArgumentError(
                 f"a batch of {self.batch} rows cannot be divided evenly over {self.ranks} ranks: "
