@@ -34,6 +34,14 @@ def test_the_crossover_is_said_in_words() -> None:
     assert "rows of up to 63246 bytes are gathered" in note
 
 
+def test_the_crossover_stands_between_the_sizes_that_were_measured() -> None:
+    faster, slower = {"gather": 1.0, "staged": 2.0}, {"gather": 2.0, "staged": 1.0}
+    assert fetch.found_from({10**4: faster, 10**6: slower, 10**5: faster}) == 316228
+    assert fetch.found_from({10**4: faster, 10**6: faster}) == 10**6
+    assert fetch.found_from({10**4: slower, 10**6: faster}) == 0
+    assert fetch.found_from({10**4: {"gather": 1.01, "staged": 1.0}}) == 10**4, "as fast, within what is measured"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(GeartrainError, match="fetch cannot be timed on a GPU here"):
