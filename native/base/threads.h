@@ -4,9 +4,14 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 namespace geartrain {
+
+// Workers poll for their next job for so long before they sleep, and callers for the end of their last pieces: about
+// what a sleep and its end take.
+constexpr uint64_t kWorkersPollNs = 50'000;
 
 // Runs body(context, first, last) over [0, count) in pieces of `grain`, on up to `threads` threads including the
 // caller. Returns when all is done. The body must not throw.

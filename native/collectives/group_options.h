@@ -27,8 +27,7 @@ struct GroupOptions {
   bool shm = true;           // between members of one host
   bool cross_memory = true;  // there: memory is read from the process that it belongs to, where that works
   // Of an array that is reduced whose numbers are read so, and not sent through rings. Not given: where many ranks
-  // share each core, which change turns less often by that (Operations); and what is faster where each has a core
-  // (tried_ways.h).
+  // share each core, which change turns less often by that (Operations).
   std::optional<uint64_t> least_exposed_bytes;
   uint64_t max_window_bytes = uint64_t{16} << 20;
   uint64_t fixed_window_bytes = 0;  // 0: it adapts

@@ -38,8 +38,6 @@ Operations::Operations(const GroupOptions& options, Membership& members, EventLo
       least_exposed_bytes_(
           options.least_exposed_bytes.value_or(share_cores(options.world, kCrowd) ? kLeastExposed : ~uint64_t{0})),
       shares_cores_(share_cores(options.world, 1.01)),
-      tries_ways_(!options.least_exposed_bytes && !shares_cores_ &&
-                  std::all_of(options.shares.begin(), options.shares.end(), [](double share) { return share > 0; })),
       direct_(std::max(kLeastDirect, uint64_t{2} * chunk_bytes(members.owners()) * (options.world - 1)),
               options.max_window_bytes),
       owner_(blocks_, *this, options.world, options.rank, chunk_bytes(members.owners()), options.max_window_bytes),
@@ -78,7 +76,7 @@ void Operations::start(const std::shared_ptr<Work>& work) {
 void Operations::start_now(const std::shared_ptr<Work>& work) {
   if (shares_cores_ && members_.one_host()) shares_.window().at_least(kSharedCoreWindow);
   if (options_.ring) return ring_.begin(work);
-  const bool exposed = exposes(*work);
+  const bool exposed = exposes(work->shape);
   read_operations_ += exposed;
   const ShardedAllreduce::Own own = shares_.begin(work, exposed);
   if (!own.used) {
@@ -203,28 +201,10 @@ Takeover& Operations::takeover_of(const Peer& peer, const WireHeader& header) co
 }
 
 // Where all links are rings, so that nobody has to wait for a result that is in the caller's memory and on a slow link.
-bool Operations::exposes(const Work& work) {
-  timed_ = {};
-  const Shape& shape = work.shape;
-  if (!members_.one_host() || options_.world == 1 || !options_.reducers.empty() || !options_.cross_memory ||
-      (shape.collective != Collective::all_reduce && shape.collective != Collective::reduce_scatter) ||
-      shape.wire != shape.dtype) {
-    return false;
-  }
-  if (!tries_ways_) return shape.wire_bytes() >= least_exposed_bytes_;
-  if (options_.rank != 0) return ways_.follow(shape, work.number) == Way::reading;
-  const Way way = ways_.begin(shape, readable());
-  // Others that are in progress would take a part of the time.
-  if (works_.size() == 1) timed_ = {work.number, monotonic_ns(), way};
-  return way == Way::reading;
-}
-
-bool Operations::readable() const {
-  for (uint32_t rank = 1; rank < options_.world; ++rank) {
-    const Peer* const peer = members_.peer(rank);
-    if (peer == nullptr || !peer->reads_peer()) return false;
-  }
-  return true;
+bool Operations::exposes(const Shape& shape) const {
+  return members_.one_host() && options_.world != 1 && options_.reducers.empty() && options_.cross_memory &&
+         (shape.collective == Collective::all_reduce || shape.collective == Collective::reduce_scatter) &&
+         shape.wire == shape.dtype && shape.wire_bytes() >= least_exposed_bytes_;
 }
 
 bool Operations::exposes_to(uint32_t owner) {
@@ -281,10 +261,6 @@ void Operations::finish_all() noexcept {
 
 void Operations::completed(const std::shared_ptr<Work>& work) {
   std::erase(works_, work);
-  if (work->number == timed_.number) {
-    ways_.judge(work->shape, timed_.way, monotonic_ns() - timed_.from_ns);
-    timed_ = {};
-  }
   ++done_;
   by_callers_ += loop_.driven();
   elements_ += work->shape.count;
@@ -317,11 +293,6 @@ std::span<std::byte> Operations::room(const Peer& peer, const WireHeader& header
 }
 
 void Operations::opened(uint32_t rank, uint64_t operation, const Open& open) {
-  if (tries_ways_) {
-    // A rank that is late makes neither way slower.
-    if (operation == timed_.number) timed_.from_ns = monotonic_ns();
-    if (rank == 0) ways_.heard(shape_from(open), operation, open.next_way);
-  }
   owner_.open(rank, operation, open);
 }
 
@@ -425,7 +396,6 @@ void Operations::open(uint32_t owner, uint64_t operation, const Open& open) {
   Open asked = open;
   Peer& peer = *members_.peer(owner);
   asked.reads = open.reads != 0 && peer.reads_peer();
-  if (tries_ways_ && options_.rank == 0) asked.next_way = ways_.word(shape_from(open));
   peer.send_control(FrameKind::open, operation, 0, std::as_bytes(std::span(&asked, 1)));
 }
 

@@ -18,7 +18,6 @@
 #include "collectives/sharded_allreduce.h"
 #include "collectives/share_owner.h"
 #include "collectives/takeover.h"
-#include "collectives/tried_ways.h"
 #include "collectives/work.h"
 
 namespace geartrain {
@@ -77,8 +76,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   void start_now(const std::shared_ptr<Work>& work);
   bool holds() const;
   void resumed();
-  bool exposes(const Work& work);
-  bool readable() const;
+  bool exposes(const Shape& shape) const;
   void opened(uint32_t rank, uint64_t operation, const Open& open);
   void took_complete(uint32_t rank, uint64_t operations);
   void tell_complete(uint32_t rank);
@@ -116,14 +114,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   Membership& members_;
   EventLoop& loop_;
   const uint64_t least_exposed_bytes_;
-  const bool shares_cores_;  // more ranks than cores
-  const bool tries_ways_;    // the way of an array is chosen by what was faster
-  AgreedWays ways_;
-  // Of rank 0: an operation that began while no other was in progress, and when the last rank had begun it.
-  struct Timed {
-    uint64_t number = ~uint64_t{0}, from_ns = 0;
-    Way way = Way::rings;
-  } timed_;
+  const bool shares_cores_;                   // more ranks than cores
   bool going_on_ = false, adopting_ = false;  // it was posted
   ChunkBufferPool blocks_;
   CongestionWindow direct_;  // of what is sent from the caller's memory

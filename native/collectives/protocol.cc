@@ -142,7 +142,6 @@ Open open_of(const Shape& shape, uint64_t share_bytes) {
           shape.root,
           whole.world,
           whole.count,
-          0,
           0};
 }
 

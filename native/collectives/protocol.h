@@ -63,7 +63,7 @@ constexpr uint64_t kGrain = 16;  // elements: no vector of them lies in two shar
 static_assert(std::endian::native == std::endian::little);
 
 constexpr uint32_t kCollectiveMagic = 0x31435447;  // "GTC1"
-constexpr uint32_t kCollectiveVersion = 8;
+constexpr uint32_t kCollectiveVersion = 9;
 constexpr uint32_t kMostMembers = 4096;       // ranks and reducers of a group
 constexpr uint32_t kMostControlBytes = 4096;  // of a payload that is not data
 constexpr uint32_t kChunkBytes = 16 << 10;    // what is reduced at once, and the most that one frame carries
@@ -189,10 +189,9 @@ struct Open {
   uint32_t root;
   uint32_t whole_world;  // 0: not a stage of another operation
   uint64_t whole_count;
-  uint64_t next_way;  // of rank 0: how the next operation of that size is done (AgreedWays); 0: nothing is said
-  uint64_t address;   // of the sender's numbers of this share, in its memory; 0: they come in parts
+  uint64_t address;  // of the sender's numbers of this share, in its memory; 0: they come in parts
 };
-static_assert(sizeof(Open) == 56 && offsetof(Open, address) == 48);
+static_assert(sizeof(Open) == 48 && offsetof(Open, address) == 40);
 
 // `bytes` at an address of the owner, which keeps them until the rank has reported that it took them; none: it has
 // taken them back, and the reason follows.

@@ -9,7 +9,6 @@
 #include "python/messages.h"
 #include "segment/descend.h"
 #include "segment/segment.h"
-#include "selection/draw_tuning.h"
 
 namespace geartrain {
 nb::dlpack::dtype array_dtype(uint8_t code, uint8_t itemsize) {
@@ -67,17 +66,6 @@ NB_MODULE(_native, module) {
   module.def("exchange_paths", &exchange_paths);
   module.def("copy_kernel", &copy_kernel);
   module.def("set_copy_kernel", [](const std::string& name) { return set_copy_kernel(name.c_str()); });
-  module.def("descend_kernel", &descend_kernel);
-  module.def("set_descend_kernel", [](const std::string& name) { return set_descend_kernel(name.c_str()); });
-  // (form, searches in flight, because, [(form, searches in flight, ns a draw), ...])
-  module.def("draw_tuning", [] {
-    const DrawTuning::Choice choice = DrawTuning::choice();
-    nb::list candidates;
-    for (const auto& some : choice.candidates) {
-      candidates.append(nb::make_tuple(some.form, some.in_flight, some.ns_per_draw));
-    }
-    return nb::make_tuple(choice.chosen.form, choice.chosen.in_flight, choice.because, candidates);
-  });
   module.def("available_cores", &available_cores);
   module.def("sleep_at_finalization", &sleep_at_finalization);
   bind_base(module);

@@ -191,10 +191,6 @@ const Form* form_named(const char* name) {
 
 }  // namespace
 
-bool has_descend_kernel(const char* name) {
-  return form_named(name) != nullptr;
-}
-
 bool set_descend_kernel(const char* name) {
   const Form* const found = form_named(name);
   if (found != nullptr) chosen.store(found, std::memory_order_relaxed);

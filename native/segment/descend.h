@@ -2,7 +2,7 @@
 //
 // Finding the child that a number falls into means sixteen additions and comparisons whose outcome cannot be
 // predicted. With 512-bit vectors that is a handful of instructions, with 256-bit ones a few more, and the portable
-// form is written without branches. All give the same answer; the widest is taken until another is set (draw_tuning.h).
+// form is written without branches. All give the same answer; the widest is taken.
 #pragma once
 
 #include <atomic>
@@ -31,9 +31,7 @@ void descend(Count count, const std::atomic<uint64_t>* level, uint64_t width, si
 
 // "avx512vpopcntdq", "avx512", "avx2" or "portable".
 const char* descend_kernel();
-// Whether this machine has one of that name.
-bool has_descend_kernel(const char* name);
-// Takes one of them from now on; false when this machine does not have it.
+// For tests: takes one of them from now on; false when this machine does not have it.
 bool set_descend_kernel(const char* name);
 
 }  // namespace geartrain

@@ -10,13 +10,13 @@
 #include "base/errors.h"
 #include "segment/bucket_order.h"
 #include "selection/allowed_rows.h"
-#include "selection/draw_tuning.h"
 #include "selection/found_by.h"
 
 namespace geartrain {
 namespace {
 
-constexpr size_t kInFlight = kUsualInFlight;
+// Searches at once, which keep the memory system busy. 16 to 128 differ by less than a tenth.
+constexpr size_t kInFlight = 64;
 
 uint64_t target_of(const Random128& bits, uint32_t strata, uint32_t draw, uint64_t total) {
   if (strata == 0) return below(bits, total);
@@ -109,7 +109,7 @@ struct Refusals {
         limited(!kPlain && (!plan.limits.none() || over_steps || (per_row != 0 && plan.refuses_steps()))),
         most_counted(over_steps ? plan.counted(plan.max_steps) : 0) {}
 
-  // Before `take` for n draws that have found these leaves, kMostInFlight at most.
+  // Before `take` for n draws that have found these leaves, kInFlight at most.
   void look_ahead(const uint32_t* leaves, const uint32_t* draws, size_t n, uint32_t attempt) {
     if (limited) {
       for (size_t i = 0; i < n; ++i) {
@@ -156,7 +156,7 @@ struct Refusals {
   const uint32_t per_row;
   const bool over_steps, finds_steps, limited;
   const uint32_t most_counted;
-  uint64_t high[kMostInFlight], low[kMostInFlight];  // bits that decide about steps
+  uint64_t high[kInFlight], low[kInFlight];  // bits that decide about steps
 };
 
 // Large batches are processed roughly in the order of their targets, so that neighbouring draws share cache lines and
@@ -200,50 +200,33 @@ class Attempts {
   }
 
  private:
-  // Draws that only wait for memory measure what form and number of searches serves them best.
-  template <typename Piece>
-  void in_pieces(Piece piece) const {
-    if constexpr (kRefusing != Refusing::some) {
-      DrawTuning::in_pieces(kind.from.rows(), numbers.size(), piece);
-    } else {
-      piece(0, numbers.size(), DrawTuning::in_flight());
-    }
-  }
-
   void first(uint64_t total) {
-    in_pieces([&](size_t begin, size_t end, size_t in_flight) {
-      for (size_t at = begin; at < end; at += in_flight) {
-        const size_t n = std::min(in_flight, end - at);
-        for (size_t made = 0; made < n; made += kInFlight) {
-          const size_t some = std::min(kInFlight, n - made);
-          make_targets(plan, numbers.data() + at + made, some, 0, total, targets + made);
-        }
-        kind.find_first(targets, n, found, leaves);
-        refusals.look_ahead(leaves, numbers.data() + at, n, 0);
-        for (size_t i = 0; i < n; ++i) put(at + i, refusals.take(i, leaves[i]), total);
-      }
-    });
+    for (size_t at = 0; at < numbers.size(); at += kInFlight) {
+      const size_t n = std::min(kInFlight, numbers.size() - at);
+      make_targets(plan, numbers.data() + at, n, 0, total, targets);
+      kind.find_first(targets, n, found, leaves);
+      refusals.look_ahead(leaves, numbers.data() + at, n, 0);
+      for (size_t i = 0; i < n; ++i) put(at + i, refusals.take(i, leaves[i]), total);
+    }
   }
 
   // What a draw took goes to its place in one piece, and from there to the arrays in their order: one line that is not
   // in the cache, where four arrays are four.
   void first_in_order(const PooledArray<Aim>& aims, uint64_t total) {
     PooledArray<Taken> all(numbers.size());
-    in_pieces([&](size_t begin, size_t end, size_t in_flight) {
-      for (size_t at = begin; at < end; at += in_flight) {
-        const size_t n = std::min(in_flight, end - at);
-        for (size_t i = 0; i < n; ++i) {
-          targets[i] = aims[at + i].target;
-          __builtin_prefetch(&all[aims[at + i].index], 1);
-        }
-        kind.find_first(targets, n, found, leaves);
-        if (refusals.over_steps) {
-          for (size_t i = 0; i < n; ++i) some_numbers[i] = numbers[aims[at + i].index];
-        }
-        refusals.look_ahead(leaves, some_numbers, n, 0);
-        for (size_t i = 0; i < n; ++i) all[aims[at + i].index] = refusals.take(i, leaves[i]);
+    for (size_t at = 0; at < numbers.size(); at += kInFlight) {
+      const size_t n = std::min(kInFlight, numbers.size() - at);
+      for (size_t i = 0; i < n; ++i) {
+        targets[i] = aims[at + i].target;
+        __builtin_prefetch(&all[aims[at + i].index], 1);
       }
-    });
+      kind.find_first(targets, n, found, leaves);
+      if (refusals.over_steps) {
+        for (size_t i = 0; i < n; ++i) some_numbers[i] = numbers[aims[at + i].index];
+      }
+      refusals.look_ahead(leaves, some_numbers, n, 0);
+      for (size_t i = 0; i < n; ++i) all[aims[at + i].index] = refusals.take(i, leaves[i]);
+    }
     for (size_t i = 0; i < numbers.size(); ++i) put(i, all[i], total);
   }
 
@@ -312,9 +295,9 @@ class Attempts {
   Refusals<kRefusing, Kind> refusals;
   PooledArray<uint32_t> refused;  // places of the batch, so many
   size_t refusals_left = 0;
-  Search found[kMostInFlight];
-  uint64_t targets[kMostInFlight];
-  uint32_t leaves[kMostInFlight], some_numbers[kMostInFlight];
+  Search found[kInFlight];
+  uint64_t targets[kInFlight];
+  uint32_t leaves[kInFlight], some_numbers[kInFlight];
 };
 
 template <typename Kind, typename Tree>

@@ -83,10 +83,7 @@ void Connection::receive(Message* message, Deadline deadline) {
       found = spin(message, deadline);
       if (found == Poll::nothing) sleep(deadline);
     }
-    if (found == Poll::message) {
-      patience_.ended();
-      return;
-    }
+    if (found == Poll::message) return;
   }
 }
 

@@ -22,7 +22,7 @@ struct Options {
       tls;                // tcp: this side's certificate and the trusted authority (tls.h); null on both sides: no TLS
   std::string transport;  // a provider's name; empty: the fastest that works
   MessageLimits limits;
-  double spin_us = 50.0;  // how long a receive polls before it sleeps, where that pays (patience.h)
+  double spin_us = 50.0;  // how long a receive polls before it sleeps (patience.h)
   bool views = true;      // shm: return big messages in place, not as copies
   // tcp: connections in addition to the first one, for big buffers; kLanesByCores: 2, or what TLS has threads for.
   uint32_t lanes = kLanesByCores;

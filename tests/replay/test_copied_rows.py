@@ -13,7 +13,6 @@ from device_batches import check_same, filled_store
 from replay_calls import replay_of
 
 import geartrain as gt
-import geartrain.replay.device.gather_threshold as threshold
 import geartrain.replay.device.target as target
 from geartrain.errors import ArgumentError, PinError
 from geartrain.replay.device import Convert, DeviceOptions
@@ -136,7 +135,6 @@ def test_mixtures_are_copied(store_name: Callable[[], str], packed: bool) -> Non
 def test_large_rows_are_copied_where_they_can_be_pinned_and_have_large_pieces(
     store_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
     fields = {"x": gt.Field((4000,), "float32")}
     with gt.Store.create(store_name(), fields, max_length=10, capacity=4) as large:
         large.insert({"x": np.zeros((4, 10, 4000), "f")})
@@ -150,8 +148,7 @@ def test_large_rows_are_copied_where_they_can_be_pinned_and_have_large_pieces(
 
         assert chosen(SimulatedDevice(1))[0] == "copy"
         assert (
-            f"160000 bytes are larger than the crossover of {threshold.CROSSOVER_BYTES}"
-            in chosen(SimulatedDevice(1))[1]
+            f"160000 bytes are larger than the crossover of {target.CROSSOVER_BYTES}" in chosen(SimulatedDevice(1))[1]
         )
         monkeypatch.setattr(target, "SMALL_BATCH_BYTES", 1_280_000)  # a batch has as many
         assert chosen(SimulatedDevice(1), crossover_bytes=200_000)[0] == "gather"

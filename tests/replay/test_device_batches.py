@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,6 @@ from replay_calls import replay_of
 from window_reference import CASE_IDS, CASES
 
 import geartrain as gt
-import geartrain.replay.device.gather_threshold as crossover
-import geartrain.replay.device.gather_threshold as gather_threshold
 import geartrain.replay.device.target as target
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, PinError, StoreClosedError
@@ -422,8 +419,7 @@ def test_what_cannot_be_pinned_is_staged_and_says_so(
         gt.Replay(store, Uniform(seed=1), 8, device=DeviceOptions(device, path="gather"))
 
 
-def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As the program says, or the environment, or what was measured here, or at last by default; in that order."""
+def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimulatedDevice(1)
     monkeypatch.setattr(target, "SMALL_BATCH_BYTES", 0)
 
@@ -432,27 +428,12 @@ def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest
             (about,) = fast.describe()
             return about["path"], about["why"]
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert chosen()[0] == "gather"
-    assert f"{gather_threshold.CROSSOVER_BYTES} (as an H100 has it" in chosen()[1]
-    crossover.remember("another", 5000)
-    assert crossover.remember(device.model, 100, command="a bench") == tmp_path / "geartrain" / "crossover.json"
-    assert chosen()[0] == "gather", "fields of these rows are too small to be copied one by one"
-    assert "100 (as measured on this machine), and their 3 fields too small" in chosen()[1]
+    assert f"larger than the crossover of {target.CROSSOVER_BYTES}" not in chosen()[1]
+    assert chosen(100)[0] == "gather", "fields of these rows are too small to be copied one by one"
+    assert "larger than the crossover of 100, and their 3 fields too small" in chosen(100)[1]
     monkeypatch.setattr(target, "SMALLEST_PIECE", 1)
-    assert chosen()[0] == "copy"
-    assert chosen(200_000)[0] == "gather"
-    assert "200000 (as asked for)" in chosen(200_000)[1]
-    crossover.measured_path().write_text("not what we wrote")
-    assert chosen()[0] == "gather"
-
-
-def test_the_crossover_stands_between_the_sizes_that_were_measured() -> None:
-    faster, slower = {"gather": 1.0, "staged": 2.0}, {"gather": 2.0, "staged": 1.0}
-    assert crossover.found_from({10**4: faster, 10**6: slower, 10**5: faster}) == 316228
-    assert crossover.found_from({10**4: faster, 10**6: faster}) == 10**6
-    assert crossover.found_from({10**4: slower, 10**6: faster}) == 0
-    assert crossover.found_from({10**4: {"gather": 1.01, "staged": 1.0}}) == 10**4, "as fast, within what is measured"
+    assert chosen(100)[0] == "copy"
 
 
 def test_a_copy_is_made_once_batches_on_the_host_have_lost_what_it_takes() -> None:

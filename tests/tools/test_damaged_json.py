@@ -18,7 +18,6 @@ from geartrain.checkpoints.job import load_checkpoint, newest_step
 from geartrain.checkpoints.steps import describe_steps
 from geartrain.core import trace
 from geartrain.errors import CheckpointError, GeartrainError, JournalError
-from geartrain.replay.device.gather_threshold import CROSSOVER_BYTES, crossover
 from geartrain.store.checkpoint_format import json_checksum
 from geartrain.store.journal_directory import JournalDirectory
 from geartrain.tools.plan import check
@@ -224,18 +223,6 @@ def test_a_trace_of_any_content_is_read_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     found = outcomes(path, damaged([event, named], 200, 7), lambda: trace.merge([path, path]), as_bytes)
     assert set(found) == {"", "ArgumentError"}
-
-
-def test_a_measured_threshold_of_any_content_is_used_or_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = tmp_path / "geartrain" / "crossover.json"
-    path.parent.mkdir()
-    whole = {"some GPU": {"crossover_bytes": 4096, "command": "x"}}
-    for text in [*texts_of_no_object(), *(as_bytes(one) for _, one in damaged(whole))]:
-        path.write_bytes(text)
-        assert 0 <= crossover(None, "some GPU")[0] < 2**63
-    path.write_bytes(as_bytes(whole))
-    assert crossover(None, "some GPU")[0] == 4096 and crossover(None, "another")[0] == CROSSOVER_BYTES
 
 
 VALUES = (

@@ -7,13 +7,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from deadlines import patience
 from mounts import file_system
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
@@ -108,19 +106,6 @@ def installed_by(extra: str) -> set[str]:
 def test_the_extra_that_a_missing_package_names_installs_it():
     for module, extra in doctor.OPTIONAL.values():
         assert module.replace("_", "-") in installed_by(extra), f"{extra} does not install {module}"
-
-
-def in_a_new_process(call):
-    """What a call of the doctor's prints in a process that has drawn nothing yet."""
-    code = f"import geartrain.tools.doctor as doctor; found = {call}; print(found.state, found.because)"
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=patience(60)
-    ).stdout
-
-
-def test_the_form_of_draws_is_measured_and_told():
-    said = in_a_new_process("doctor.draws()")
-    assert re.match(r"ok \w+, \d+ searches in flight \(measured: (\w+ \d+: \d+ ns(; )?){4,} a draw\)", said), said
 
 
 # --- inspect and remove ---------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""TLS on several threads: their number is asked for or found, and a peer that is killed, forked beside or closed in the
-middle of a message is what it is on one."""
+"""TLS on several threads: their number is asked for or follows from the cores, and a peer that is killed, forked beside
+or closed in the middle of a message is what it is on one."""
 
 from __future__ import annotations
 
@@ -57,15 +57,13 @@ def test_the_number_of_threads_is_what_was_asked_for_and_a_connection_says_so(lo
         assert "lanes" not in none.describe()
 
 
-def test_without_a_number_there_are_as_many_lanes_as_cores_and_no_more_threads(loopback: TLS) -> None:
+def test_without_a_number_there_are_as_many_lanes_as_cores_and_half_as_many_threads(loopback: TLS) -> None:
     with transport.listen(tls=loopback) as listener:
         mine, _ = pair(listener, loopback)
         cores = len(os.sched_getaffinity(0))
         assert f"with {min(max(cores, 2), 8)} lanes" in mine.describe()
-        if cores > 1:
-            found = THREADS.search(mine.describe())
-            assert found is not None
-            assert int(found[1]) <= int(found[4]) <= cores
+        found = THREADS.search(mine.describe())
+        assert (1 if found is None else int(found[4])) == min(max(cores // 2, 1), 8)
 
 
 ONE_CORE = """

@@ -16,12 +16,10 @@ namespace {
 
 constexpr double kSpinUs = 3;  // too short to offer the core, which others may take
 
-// A wait in which nothing is found by polling, and that ends after so long. How many looks it made.
-int slept(Patience& patience, unsigned sleep_us) {
+// A poll in which nothing is found. How many looks it made.
+int looks_in_vain(Patience& patience) {
   int looks = 0;
   CHECK(!patience.poll(1, soon(), [&] { return ++looks, false; }));
-  if (sleep_us != 0) ::usleep(sleep_us);
-  patience.ended();
   return looks;
 }
 
@@ -29,43 +27,18 @@ bool finds(Patience& patience) {
   return patience.poll(1, soon(), [] { return true; });
 }
 
-void learn_to_sleep(Patience& patience) {
-  for (int i = 0; i < 100 && slept(patience, 2'000) != 0; ++i) {
-  }
-  CHECK(!finds(patience));
-  patience.ended();
-}
-
-TEST(long_waits_are_slept_through_and_ones_that_were_short_are_polled_again) {
+TEST(every_wait_is_polled_whatever_the_ones_before_found) {
   Patience patience(kSpinUs);
+  for (int i = 0; i < 100; ++i) CHECK(looks_in_vain(patience) != 0);
   CHECK(finds(patience));
-  learn_to_sleep(patience);
-  // What takes no longer than a sleep does: after some such waits it polls, though no poll found anything.
-  int waits = 0;
-  while (!finds(patience) && waits < 1000) {
-    patience.ended();
-    ++waits;
-  }
-  CHECK(waits < 1000);
-  for (int i = 0; i < 100; ++i) CHECK(finds(patience));
-  // Polls that find nothing again and again: fewer each time.
-  int polls = 0;
-  for (int i = 0; i < 400; ++i) polls += slept(patience, 0) != 0;
-  CHECK(polls >= 4);
-  CHECK(polls < 200);
-}
-
-TEST(a_wait_that_is_known_to_be_short_is_always_polled) {
-  Patience patience(kSpinUs, false);
-  for (int i = 0; i < 20; ++i) CHECK(slept(patience, 2'000) != 0);
 }
 
 TEST(polls_end_when_they_are_to) {
   Patience none(0);
-  CHECK_EQ(slept(none, 0), 0);
+  CHECK_EQ(looks_in_vain(none), 0);
   Patience patience(20'000);
   const uint64_t began_ns = monotonic_ns();
-  CHECK(slept(patience, 0) != 0);
+  CHECK(looks_in_vain(patience) != 0);
   CHECK(monotonic_ns() - began_ns >= 19'000'000 || finds(patience) == false);  // or another had the core
   Patience long_one(1e8);
   const uint64_t again_ns = monotonic_ns();
@@ -105,9 +78,9 @@ TEST(nobody_polls_on_a_core_where_another_thread_computes) {
     const uint64_t began_ns = monotonic_ns();
     while (!rested && testing::within(began_ns, 10)) {
       Patience patience(1e6);
-      slept(patience, 0);  // ends when the core comes back late, long before a second has passed
+      looks_in_vain(patience);  // ends when the core comes back late, long before a second has passed
       Patience another(1e6);
-      rested = slept(another, 0) == 0;  // of the same thread
+      rested = looks_in_vain(another) == 0;  // of the same thread
     }
     CHECK(rested);
     over = true;

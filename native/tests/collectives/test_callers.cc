@@ -152,7 +152,6 @@ TEST(numbers_that_are_read_are_worked_on_by_who_waits) {
 TEST(a_profile_has_the_stages_of_calls) {
   constexpr int kCalls = 20;
   Crew crew = spinning(4, -1);
-  crew.options = [](uint32_t, GroupOptions* options) { options->least_exposed_bytes = ~uint64_t{0}; };
   run_ranks(crew, [&](uint32_t rank, Group& group) {
     Array array = numbers(rank, Dtype::float32, 1 << 17);
     group.profile(true);

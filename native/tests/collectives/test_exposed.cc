@@ -70,34 +70,7 @@ TEST(numbers_that_are_read_add_up_as_those_that_are_sent) {
   }
 }
 
-// Without a threshold rank 0 tries both ways, and the others follow: all ranks go the same way in every operation.
-TEST(ranks_with_a_core_each_try_both_ways_together) {
-  const bool cores = ::sysconf(_SC_NPROCESSORS_ONLN) >= 2;
-  for (const Collective collective : {Collective::all_reduce, Collective::reduce_scatter}) {
-    uint64_t reads[2] = {};
-    run_ranks({.world = 2, .shm = true}, [&](uint32_t rank, Group& group) {
-      for (uint64_t i = 0; i < 600; ++i) {
-        if (collective == Collective::reduce_scatter) {
-          check_reduce_scatter(rank, group, 2, kLeast / 8, i % 2 == 0);
-          continue;
-        }
-        const Shape shape = sum_of(kLeast / 4);
-        Array array = numbers(i * 10 + rank, shape.dtype, shape.count);
-        const auto work = group.all_reduce(shape, array.data(), array.data(), 60, true);
-        CHECK(work->wait(soon(90)) && work->fault().kind == FaultKind::none);
-        CHECK(array == reference(i * 10, 2, shape));
-      }
-      const GroupCounts counts = group.counts();
-      reads[rank] = counts.read_operations;
-      CHECK((counts.read_bytes > 0) == (counts.read_operations > 0));
-    });
-    CHECK_EQ(reads[0], reads[1]);
-    CHECK_EQ(reads[0] > 0, cores);
-    CHECK(reads[0] < 600);
-  }
-}
-
-TEST(a_threshold_leaves_no_choice) {
+TEST(a_threshold_says_what_is_read) {
   for (const bool never : {false, true}) {
     const Crew crew{.world = 2, .shm = true, .options = [=](uint32_t, GroupOptions* options) {
                       options->least_exposed_bytes = never ? ~uint64_t{0} : kLeast;

@@ -92,32 +92,25 @@ TEST(without_tls_or_with_one_lane_or_one_core_the_caller_does_it_all) {
     const size_t lanes[] = {0, 1, 2};
     std::set<std::thread::id> ids;
     threads->run(lanes, 8, [&](size_t) { ids.insert(std::this_thread::get_id()); });
-    threads->end_message(1);
     CHECK(ids == std::set<std::thread::id>{std::this_thread::get_id()});
     CHECK_EQ(threads->most(), 1u);
     delete threads;
   }
 }
 
-TEST(messages_of_different_sizes_have_numbers_of_threads_of_their_own) {
-  if (available_cores() < 2) return;
-  LaneThreads threads(2, true, 0);
-  CHECK_EQ(threads.most(), 2u);
-  const auto message = [&](uint64_t bytes, unsigned fast) {
+TEST(a_message_has_a_thread_for_every_so_many_bytes_up_to_half_of_the_cores) {
+  LaneThreads threads(8, true, 0), asked(8, true, 3);
+  const unsigned most = std::clamp(available_cores() / 2, 1u, 8u);
+  CHECK_EQ(threads.most(), most);
+  for (const unsigned wanted : {1u, 2u, 4u, 9u}) {
+    const uint64_t bytes = wanted * LaneThreads::kBytesAThread;
     threads.begin_message(bytes);
-    const bool as_wanted = threads.now() == fast;
-    ::usleep(as_wanted ? 500 : 2000);
-    threads.end_message(bytes);
-    return as_wanted ? 1 : 0;
-  };
-  int small = 0, big = 0;
-  for (int i = 0; i < 260; ++i) {  // in turns: there are never two of like sizes one after the other
-    const int one = message(3'000'000, 2), other = message(40'000'000, 1);
-    if (i < 60) continue;
-    small += one;
-    big += other;
+    asked.begin_message(bytes);
+    CHECK_EQ(threads.now(), std::min(wanted, most));
+    CHECK_EQ(asked.now(), 3u);
   }
-  CHECK(small >= 170 && big >= 170);
+  threads.begin_message(1);
+  CHECK_EQ(threads.now(), 1u);
 }
 
 TEST(a_failure_of_one_lane_is_thrown_when_all_have_ended) {

@@ -3,9 +3,7 @@
 #include <poll.h>
 
 #include <algorithm>
-#include <bit>
 
-#include "base/clock.h"
 #include "base/errors.h"
 #include "base/threads.h"
 #include "transport/providers/at_once.h"
@@ -18,25 +16,19 @@ constexpr uint32_t kLanesWithoutTls = 2;
 constexpr uint32_t kMostLanesByCores = 8;
 constexpr int kBrieflyMs = 1;
 
-size_t kind_of(uint64_t bytes) {
-  return static_cast<size_t>(std::bit_width(std::max<uint64_t>(bytes, 1))) - 1;
-}
-
 unsigned most_threads(size_t lanes, bool tls, unsigned asked) {
   if (!tls || lanes < 2) return 1;
-  return std::min(static_cast<unsigned>(lanes), asked != 0 ? asked : available_cores());
+  return std::min(static_cast<unsigned>(lanes), asked != 0 ? asked : std::max(1u, available_cores() / 2));
 }
 
 }  // namespace
 
 LaneThreads::LaneThreads(size_t lanes, bool tls, unsigned asked)
-    : most_(most_threads(lanes, tls, asked)),
-      adapts_(asked == 0 && most_ > 1),
-      now_(adapts_ ? std::clamp(available_cores() / 2, 1u, most_) : most_) {}
+    : most_(most_threads(lanes, tls, asked)), asked_(asked != 0), now_(most_) {}
 
 void LaneThreads::run(std::span<const size_t> lanes, unsigned threads, void (*body)(void*, size_t), void* context) {
   threads = std::min({threads, most_, static_cast<unsigned>(lanes.size())});
-  if (threads <= 1) {  // without a look at clocks: there are hundreds of rounds in a message
+  if (threads <= 1) {
     for (const size_t lane : lanes) body(context, lane);
     return;
   }
@@ -46,7 +38,6 @@ void LaneThreads::run(std::span<const size_t> lanes, unsigned threads, void (*bo
     for (unsigned seen = seen_.load(std::memory_order_relaxed);
          seen < together && !seen_.compare_exchange_weak(seen, together, std::memory_order_relaxed);) {
     }
-    const uint64_t wall_ns = monotonic_ns(), cpu_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
     for (size_t i = first; i < last; ++i) {
       try {
         body(context, lanes[i]);
@@ -56,8 +47,6 @@ void LaneThreads::run(std::span<const size_t> lanes, unsigned threads, void (*bo
         failure.note_no_memory();
       }
     }
-    cpu_ns_.fetch_add(clock_ns(CLOCK_THREAD_CPUTIME_ID) - cpu_ns, std::memory_order_relaxed);
-    wall_ns_.fetch_add(monotonic_ns() - wall_ns, std::memory_order_relaxed);
     working_.fetch_sub(1, std::memory_order_relaxed);
   });
   failure.check();
@@ -65,30 +54,14 @@ void LaneThreads::run(std::span<const size_t> lanes, unsigned threads, void (*bo
 
 bool LaneThreads::wait_briefly(int socket, short events) {
   if (working_.load(std::memory_order_relaxed) < 2) return false;
-  const uint64_t began_ns = monotonic_ns();
   struct pollfd one = {socket, events, 0};
-  const bool ready = ::poll(&one, 1, kBrieflyMs) > 0;
-  wall_ns_.fetch_sub(monotonic_ns() - began_ns, std::memory_order_relaxed);  // run() adds more than that
-  return ready;
+  return ::poll(&one, 1, kBrieflyMs) > 0;
 }
 
 void LaneThreads::begin_message(uint64_t bytes) {
-  if (!adapts_) return;
-  auto& tried = tried_[kind_of(bytes)];
-  if (tried == nullptr) tried = std::make_unique<TriedThreads>(now(), most_);
-  now_.store(tried->now(), std::memory_order_relaxed);
-  wall_ns_.store(0, std::memory_order_relaxed);
-  cpu_ns_.store(0, std::memory_order_relaxed);
-  began_ns_ = monotonic_ns();
-}
-
-void LaneThreads::end_message(uint64_t bytes) {
-  if (!adapts_) return;
-  const uint64_t wall_ns = wall_ns_.load(std::memory_order_relaxed), cpu_ns = cpu_ns_.load(std::memory_order_relaxed);
-  const double share = wall_ns == 0 ? 1.0 : static_cast<double>(cpu_ns) / static_cast<double>(wall_ns);
-  TriedThreads& tried = *tried_[kind_of(bytes)];
-  tried.judge(bytes, monotonic_ns() - began_ns_, share);
-  now_.store(tried.now(), std::memory_order_relaxed);
+  if (asked_) return;
+  const uint64_t worth = std::clamp<uint64_t>(bytes / kBytesAThread, 1, most_);
+  now_.store(static_cast<unsigned>(worth), std::memory_order_relaxed);
 }
 
 uint32_t lanes_by_cores(bool tls, unsigned asked_threads) {

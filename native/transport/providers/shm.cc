@@ -306,10 +306,7 @@ class ShmConnection final : public Connection {
     };
     if (try_once() || !own_.has_parts()) return found;
     if (out_patience_.poll(Patience::kLooks, deadline, try_once)) return found;
-    if (wait_for_peer(try_once, deadline.sooner(kStallS))) {
-      out_patience_.ended();
-      return found;
-    }
+    if (wait_for_peer(try_once, deadline.sooner(kStallS))) return found;
     if (padded(left) > options_.limits.max_segment_bytes)
       return find_segment([&] { return try_once(), found; }, deadline);
     return kSlots;
@@ -322,7 +319,7 @@ class ShmConnection final : public Connection {
     uint64_t head = in_.head.load(std::memory_order_acquire);
     if (partial_.begun()) {
       const auto has_come = [&] { return (head = in_.head.load(std::memory_order_acquire)) != tail; };
-      if (head != tail || in_patience_.poll(Patience::kLooks, Deadline::after(kStallS), has_come)) in_patience_.ended();
+      if (head == tail) in_patience_.poll(Patience::kLooks, Deadline::after(kStallS), has_come);
     }
     if (head == tail) {
       if (!check_socket_.exchange(false, std::memory_order_relaxed)) return Poll::nothing;
@@ -464,7 +461,7 @@ class ShmConnection final : public Connection {
   uint64_t glanced_ns_ = 0;
   OwnSegments own_;
   Sequence<const std::byte> bytes_out_;
-  Patience out_patience_{kPartSpinUs, false};
+  Patience out_patience_{kPartSpinUs};
   uint64_t stalled_at_ = 0;  // the ring's position behind which the peer took no part for kStallS
   Descriptor sender_sleeper_;
 
@@ -474,7 +471,7 @@ class ShmConnection final : public Connection {
   std::vector<uint64_t> sizes_;
   PeerSegments theirs_;
   PartialMessage partial_;
-  Patience in_patience_{kPartSpinUs, false};
+  Patience in_patience_{kPartSpinUs};
   const std::shared_ptr<std::atomic<uint64_t>> viewed_bytes_ = std::make_shared<std::atomic<uint64_t>>(0);
   const std::shared_ptr<std::atomic<uint64_t>> views_ = std::make_shared<std::atomic<uint64_t>>(0);
 };

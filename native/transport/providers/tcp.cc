@@ -161,7 +161,6 @@ class TcpConnection final : public Connection {
       if (on_lanes) write_lanes(bulk, deadline);
       finish({&socket_, 1}, deadline);
       finish(lanes_, deadline);
-      if (on_lanes) out_threads_.end_message(payload);
     } catch (const std::exception& error) {
       // Half a message cannot be undone.
       if (begun && !lost()) lose(error.what());
@@ -259,7 +258,6 @@ class TcpConnection final : public Connection {
       if (!in_message_) begin_message();
       if (in_message_ && is_whole()) {
         in_message_ = false;
-        if (on_lanes_) in_threads_.end_message(bulk_in_.bytes());
         *message = std::move(partial_);
         partial_ = {};
         count_received(on_lanes_ ? Path::lanes : Path::stream, message->bytes());

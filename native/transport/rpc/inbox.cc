@@ -183,10 +183,7 @@ void Inbox::yield_slot() {
 
 bool Inbox::lead(Event* event, Deadline deadline) {
   for (;;) {
-    if (take_ready(event)) {
-      patience_.ended();
-      return true;
-    }
+    if (take_ready(event)) return true;
     if (patience_.poll(1, deadline, [this] { return look_around(); })) continue;
     if (deadline.passed()) return false;
     sleep(deadline);

@@ -39,8 +39,7 @@ struct TlsFiles {
   std::string ca;                             // PEM: the authority that signs peers' certificates
   std::string name;                           // that peers' certificates are for; empty: the host that is dialled
   uint64_t rekey_bytes = uint64_t{64} << 30;  // sent under one key: AES-GCM is good for 360 GB (RFC 8446, 5.5)
-  unsigned threads =
-      0;  // that encrypt or decrypt a connection's lanes at once; 0: as many as have a core (lane_threads.h)
+  unsigned threads = 0;  // that encrypt or decrypt a connection's lanes at once; 0: by the message (lane_threads.h)
 };
 
 // Certificate and trusted authority of a process: read once. Any thread.

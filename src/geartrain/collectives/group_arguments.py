@@ -50,11 +50,10 @@ class GroupOptions(Options):
         transport: "auto" uses shared memory within a host and TCP between hosts; "tcp" uses TCP everywhere.
         cross_memory: let ranks of one host read arrays out of each other's memory if the kernel allows it. False copies
             everything through rings. Ranks may differ.
-        least_read_bytes: smallest all-reduce or reduce-scatter that is read out of the ranks' memory. By default: with
-            a core for each rank, whichever is faster from 64 KB on, measured now and then; with four or more ranks a
-            core, 4 MB; otherwise never. Needs algorithm="shares", transport="auto" and cross_memory. It has no effect
-            with reducers, several hosts or a `wire_dtype` (docs/collectives.md). If such an operation fails, its array
-            is undefined. Ranks may differ.
+        least_read_bytes: smallest all-reduce or reduce-scatter that is read out of the ranks' memory. By default 4 MB
+            with four or more ranks a core, otherwise never. Needs algorithm="shares", transport="auto" and
+            cross_memory. It has no effect with reducers, several hosts or a `wire_dtype` (docs/collectives.md). If such
+            an operation fails, its array is undefined. Ranks may differ.
         window_bytes: how far a rank may run ahead of its results; by default it adapts to the network.
         spin_us: how long a wait spins before it sleeps, if all ranks share memory, in microseconds. By default 50, or
             less if others need the cores. Use 1e6 for ranks that own their cores, and 0 to never spin. Ranks may

@@ -42,7 +42,6 @@ class CudaDevice:
         self._cuda: Any = torch.cuda  # partly untyped
         self.index = index
         self.name = f"cuda:{index}"
-        self.model = torch.cuda.get_device_name(index)
         self.collectives = "nccl"
         self.device = torch.device("cuda", index)
         self._known: Any = torch._C

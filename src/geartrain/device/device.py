@@ -33,7 +33,6 @@ class Device(Protocol):
     """One accelerator."""
 
     name: str
-    model: str  # the vendor's name: measurements hold for all devices of one model
     collectives: str  # torch.distributed's backend for its memory
 
     # Streams and events.

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, get_args
 
-import numpy as np
-
 import geartrain._native as _native
 import geartrain.device.cuda_ipc as cuda_ipc
 import geartrain.device.kernels as kernels
@@ -91,7 +89,6 @@ def examine() -> list[Finding]:
     """
     return [
         _copies(),
-        draws(),
         shared_memory(),
         _huge_pages(),
         _locked_memory(),
@@ -114,20 +111,6 @@ def _copies() -> Finding:
     what, kernel = "streaming copies", _native.copy_kernel()
     because = f"large batches are copied with {kernel}"
     return Finding(what, "missing", because, "AVX2 or newer") if kernel == "memcpy" else Finding(what, "ok", because)
-
-
-def draws() -> Finding:
-    """The form of prioritized draws: the fastest one here, measured now."""
-    what = "prioritized draws"
-    rows = 1 << 21  # too many for most caches: what is measured is waiting for memory
-    candidates = _native.Candidates(np.arange(1, rows + 1, dtype=np.uint32))
-    numbers = np.arange(1 << 15, dtype=np.uint32)
-    for step in range(4):
-        candidates.draw(True, 0, step, 0, numbers, 0, None)
-    form, in_flight, because, measured = _native.draw_tuning()
-    told = "; ".join(f"{other} {count}: {ns:.0f} ns" for other, count, ns in measured)
-    why = f"{form}, {in_flight} searches in flight ({because}{f': {told} a draw' if told else ''})"
-    return Finding(what, "ok", why)
 
 
 def shared_memory() -> Finding:
@@ -333,10 +316,8 @@ def collectives_within_host() -> Finding:
         what,
         "ok",
         "ranks of one user read what is gathered, exchanged or broadcast from the owner's memory (process_vm_readv); "
-        "what is reduced goes through rings in shared memory, or is read from 64 KB on where that is found faster "
-        '(with a core for each rank; Group.counters()["read_operations"] counts), from 4 MB on with four ranks or more '
-        "for each core, or as GroupOptions(least_read_bytes=) says; between ranks that are denied it all goes through "
-        "rings",
+        "what is reduced goes through rings in shared memory, or is read from 4 MB on with four ranks or more for each "
+        "core, or as GroupOptions(least_read_bytes=) says; between ranks that are denied it all goes through rings",
     )
 
 

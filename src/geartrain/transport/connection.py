@@ -383,7 +383,7 @@ def listen(
         advertise: host names to put into the address, if peers know this host by other names.
         shm: whether peers on this host may connect through shared memory.
         limits: limits on what peers may send.
-        spin_us: how long a receive spins before it sleeps, if recent waits were short, in microseconds; 0 never spins.
+        spin_us: how long a receive spins before it sleeps, in microseconds; 0 never spins.
         views: receive large messages as views of shared memory; False copies them out at once.
         peer_timeout_s: a peer without heartbeats for this many seconds is lost: its process is stopped, or the network
             is cut. 0 never, otherwise at least 2. A program that hangs while its process runs is not noticed; that is

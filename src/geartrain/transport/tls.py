@@ -29,7 +29,7 @@ class TLS:
         name: name that peers' certificates must have, in both directions; no wildcards. By default the connecting side
             checks for the host that it connected to, and the listening side accepts every certificate of `ca`.
         threads: threads that encrypt or decrypt the lanes of a connection (messages of 1.25 MiB and more), 1 to 16.
-            None: as many as have a core to themselves, measured for each message.
+            None: one for each 2.5 MB of a message, up to half of the cores.
 
     Examples:
         >>> tls = TLS("node.pem", "node.key", "ca.pem")  # for listen(..., tls=tls) and connect(..., tls=tls)

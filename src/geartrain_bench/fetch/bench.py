@@ -12,22 +12,22 @@ Threats to validity: batches of one row size each, uniform draws, nothing else o
 model that trains meanwhile uses some of both. With --device cpu a simulated device is used: every path runs, and the
 figures do not apply to any GPU.
 
-On a GPU it also times the paths for other sizes, and saves the crossover size, up to which the gather is the
-fastest, for this model of GPU; `Replay` reads it (replay/device/gather_threshold.py).
+On a GPU it also times the paths for other sizes, and prints the crossover size, up to which the gather is the fastest:
+a value for `DeviceOptions(crossover_bytes=)`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import geartrain as gt
-import geartrain.replay.device.gather_threshold as crossover
 import geartrain_bench.fetch.small as small
 import geartrain_bench.fetch.training as training
 import geartrain_bench.harness.report as report
@@ -68,15 +68,7 @@ def main(
         raise GeartrainError(f"fetch cannot be timed on a GPU here: torch {torch.__version__} finds no CUDA device")
     seconds: dict[int, dict[str, float]] = {}
     result = run("cuda", quick=quick, seconds=seconds)
-    gpu = torch.cuda.get_device_name(torch.cuda.current_device())
-    command = "geartrain bench fetch --device cuda" + (" --quick" if quick else "")
-    found, when = crossover.found_from(seconds), time.strftime("%Y-%m-%d")
-    try:
-        path = crossover.remember(gpu, found, command=command, when=when, torch=torch.__version__)
-        outcome = f"written to {path} for {gpu}; DeviceOptions(crossover_bytes=) overrides it"
-    except OSError as error:
-        outcome = f"not saved ({error}); use DeviceOptions(crossover_bytes={found})"
-    result.notes.append(f"{crossover_note(seconds)}, {outcome}")
+    result.notes.append(f"{crossover_note(seconds)}: DeviceOptions(crossover_bytes={found_from(seconds)})")
     report.report(result, json_path, plot_path)
     return result
 
@@ -150,6 +142,25 @@ def run(
     return harness.finish(result, began_s)
 
 
+def found_from(seconds: Mapping[int, Mapping[str, float]]) -> int:
+    """The crossover, from the median seconds of "gather" and of other paths by bytes of a row.
+
+    Between the largest row up to which the gather was never slower and the next one that was measured: their geometric
+    mean. Slower is slower than the fastest of the others. Where the gather was never slower, the largest row; where it
+    always was, 0. Measured again, a size may fall on the other side, so no path counts as slower by less than 2 %.
+
+    Example:
+        >>> found_from({1000: {"gather": 1.0, "copy": 2.0}, 4000: {"gather": 3.0, "copy": 2.0, "staged": 4.0}})
+        2000
+    """
+    last = 0
+    for size in sorted(seconds):
+        if seconds[size]["gather"] > 1.02 * min(seconds[size].values()):
+            return round(math.sqrt(last * size))
+        last = size
+    return last
+
+
 def crossover_note(seconds: dict[int, dict[str, float]]) -> str:
     """The crossover of this machine, from the median seconds of the paths by bytes of a row."""
     times = ", ".join(
@@ -157,7 +168,7 @@ def crossover_note(seconds: dict[int, dict[str, float]]) -> str:
         + " and ".join(f"{seconds[size][path] / seconds[size]['gather']:.2f}" for path in ("copy", "staged"))
         for size in sorted(seconds)
     )
-    found = crossover.found_from(seconds)
+    found = found_from(seconds)
     return f"copied and staged / gathered time by bytes of a row: {times}; rows of up to {found} bytes are gathered"
 
 

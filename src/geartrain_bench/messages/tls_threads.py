@@ -6,7 +6,7 @@
 
 Systems take turns over loopback, in a rotating order, each with a client and a server process of its own: a raw TCP
 socket into memory that is used again, geartrain's RPC without TLS, and with it on each number of threads a side
-(`TLS(threads=)`, and as many lanes), and on as many as have a core to themselves ("as found"). Two floors are measured
+(`TLS(threads=)`, and as many lanes), and on as many as without that option ("by default"). Two floors are measured
 in the same run: the raw socket, and AES-128-GCM of OpenSSL's on so many threads, nothing sent.
 
 Certificates are those that the environment names (GEARTRAIN_TLS_CERT and the others), else the openssl command makes
@@ -50,7 +50,7 @@ from geartrain_bench.messages.worker import acknowledge
 SIZES = (10.48576, 41.94304, 335.54432)
 #: OpenSSL's mask of processor features without AES, PCLMULQDQ and the vector forms of both.
 NO_AES = "~0x200000200000000:~0x0000060000000000"
-RAW, PLAIN, FOUND = "raw TCP", "geartrain, no TLS", "TLS, as found"
+RAW, PLAIN, DEFAULT = "raw TCP", "geartrain, no TLS", "TLS, by default"
 
 
 def tls_system(threads: int) -> str:
@@ -67,7 +67,7 @@ def options_of(system: str) -> dict[str, Any]:
         return {"transport": "tcp", "tls": False}
     tls = TLS.of_environment()
     assert tls is not None
-    threads = None if system == FOUND else int(system.split()[1])
+    threads = None if system == DEFAULT else int(system.split()[1])
     return {"transport": "tcp", "tls": TLS(tls.certificate, tls.key, tls.ca, tls.name, threads=threads)}
 
 
@@ -259,7 +259,7 @@ def measure(sizes: list[int], threads: list[int], rounds: int, budget_s: float, 
     print(f"{platform.machine()}, {cores} cores, load {os.getloadavg()[0]:.1f}" + (f", slow {slow}" if slow else ""))
     floors = "; ".join(f"{n} thread{'s' if n > 1 else ''} {aes_gcm_gb_s(n):.2f}" for n in threads if n <= cores)
     print(f"AES-128-GCM, nothing sent, GB/s: {floors}", flush=True)
-    systems = [RAW, PLAIN, *(tls_system(n) for n in threads), FOUND]
+    systems = [RAW, PLAIN, *(tls_system(n) for n in threads), DEFAULT]
     if slow:
         systems = [system for system in systems if system not in (RAW, PLAIN)]
     running: dict[str, Processes] = {}
@@ -287,8 +287,8 @@ def _one_size(size: int, running: dict[str, Processes], rounds: int, budget_s: f
     seconds: dict[str, list[float]] = {system: [] for system in systems}
     wall_s = dict.fromkeys(systems, 0.0)
     ends_s = time.monotonic() + budget_s
-    for system, processes in running.items():  # memory, and how many threads pay
-        for _ in range(max(3, 500_000_000 // size) if system == FOUND else 3):
+    for processes in running.values():  # memory
+        for _ in range(3):
             processes.lap(size, 1)
     before = {system: processes.cpu_s() for system, processes in running.items()}
     number = 0

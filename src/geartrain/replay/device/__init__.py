@@ -14,7 +14,6 @@ once the batch was dropped and the consumer's stream has finished with it.
 | file | contents |
 |---|---|
 | `options` | arguments of `Replay(device=...)`: `DeviceOptions`, `Convert` |
-| `gather_threshold` | the largest rows that the GPU gathers by itself |
 | `session` | `DeviceSession`: a replay's device, stream and segments, and their closing |
 | `target` | `DeviceTarget`: one store's segment, pinned or not, and its path |
 | `transfer` | `BatchTransfer`: one batch in flight; `ReadyBatch`; `StreamHandoff` to the consumer's stream |

@@ -76,8 +76,8 @@ class DeviceOptions(Options):
         convert: fields to convert on the way, by name.
         packed: windows are packed one after the other, without padding, with `batch.cu_seqlens`.
         pin_limit_bytes: most pinned bytes on this host, over all processes; half of its memory by default.
-        crossover_bytes: largest rows that "auto" gathers, whatever their fields. By default the value measured on this
-            machine, or 96 KB as on an H100 (gather_threshold.py).
+        crossover_bytes: largest rows that "auto" gathers, whatever their fields. By default 96 KB, as measured
+            on an H100. `geartrain bench fetch --device cuda` measures it for another GPU.
         exchange: over several ranks, how a rank gets rows that other ranks read. The same on all ranks.
 
             - "host" sends them to pinned host memory over the replay's connections and copies them from there, ahead.

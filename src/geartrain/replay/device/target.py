@@ -16,7 +16,6 @@ from geartrain.core.schema import round_up
 from geartrain.device.device import Device
 from geartrain.device.pinned_memory import Pin, pins
 from geartrain.errors import ArgumentError, PinError
-from geartrain.replay.device.gather_threshold import crossover
 from geartrain.replay.device.options import Convert, DeviceOptions, Path
 from geartrain.replay.device.pinned_pool import PinnedPool
 from geartrain.replay.fetch_plan import FetchPlan
@@ -38,9 +37,12 @@ SMALL_COPIED_BATCH_BYTES = 1 << 20
 
 # Paths on which the device reads the segment itself.
 PINNED_PATHS = ("gather", "copy")
-# Bytes of a field's window, on average over the fields, from which "auto" has copy engines take them: as
-# gather_threshold.CROSSOVER_BYTES.
-SMALLEST_PIECE = 96 << 10
+# The largest rows that the GPU gathers by itself. On an H100 (PCIe 5) copy engines move pieces of 20 KB at a tenth of
+# the link's rate, of 100 KB at 0.98 of it, of 1 MB at all of it. The gather reaches 0.77 for 4 KB, 0.89 and 0.91, and
+# takes some of the multiprocessors' time.
+CROSSOVER_BYTES = 96 << 10
+# Bytes of a field's window, on average over the fields, from which "auto" has copy engines take them.
+SMALLEST_PIECE = CROSSOVER_BYTES
 
 
 def gather_plan_of(plan: FetchPlan, convert: Mapping[str, Convert], packed: bool) -> GatherPlan:
@@ -133,12 +135,13 @@ class DeviceTarget:
         if asked == "staged":
             return "staged", "it was asked for"
         batch_bytes = self.row_bytes * (SMALL_BATCH_BYTES if rows is None else rows)
-        most, says = crossover(self.options.crossover_bytes, self.device.model)
+        asked_bytes = self.options.crossover_bytes
+        most = CROSSOVER_BYTES if asked_bytes is None else asked_bytes
         small_bytes = SMALL_BATCH_BYTES if self.row_bytes <= most else min(SMALL_COPIED_BATCH_BYTES, SMALL_BATCH_BYTES)
         if asked == "auto" and self.options.select != "device" and batch_bytes < small_bytes:
             return "staged", f"a batch has {batch_bytes} bytes, which the CPU copies before kernels are launched"
         path: Path = asked if asked != "auto" else "gather" if self.row_bytes <= most else "copy"
-        larger = f"rows of {self.row_bytes} bytes are larger than the crossover of {most} ({says})"
+        larger = f"rows of {self.row_bytes} bytes are larger than the crossover of {most}"
         piece_bytes = self.row_bytes // max(1, len(self.plan.names))
         small = f", and their {len(self.plan.names)} fields too small to be copied one by one"
         why_not_copy = "" if copies else ", and ranks do not copy rows one by one"
@@ -157,7 +160,7 @@ class DeviceTarget:
             return path, "it was asked for"
         if self.row_bytes > most:
             return path, f"the segment is pinned, and {larger}"
-        return path, f"the segment is pinned and rows have {self.row_bytes} bytes, at most {most} ({says})"
+        return path, f"the segment is pinned and rows have {self.row_bytes} bytes, at most {most}"
 
     @property
     def pin(self) -> Pin | None:

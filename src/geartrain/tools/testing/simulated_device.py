@@ -107,7 +107,6 @@ class SimulatedDevice:
         delay_s: float | None = None,
     ) -> None:
         self.name = f"simulated:{seed}"
-        self.model = "simulated"
         self.collectives = "gloo"
         self.delay_s = delay_s
         self.registered: dict[int, int] = {}
