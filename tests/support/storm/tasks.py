@@ -166,12 +166,16 @@ def store_of_task(part: Part, task: str) -> Any:
 
 
 def serve(part: Part) -> None:
-    """Serves the store to other hosts until it is asked to end."""
-    store, notes, ending = open_store(part), Notes(part), Ending()
+    """Serves the store to other hosts until it is asked to end, and cuts connections with them."""
+    store, notes, ending, choose = open_store(part), Notes(part), Ending(), random.Random(part.seed)
     with rpc.Node("server", store=Names(part.folder)) as node, StoreServer(node, store, part.name):
         while not ending.come:
             notes.add("serves")
-            time.sleep(0.05)
+            time.sleep(0.1 * choose.random())
+            workers = [session.name for session in node.server.sessions if session.name]
+            if workers and not (part.folder / "enough").exists():
+                node.hang_up(choose.choice(workers))
+                notes.add("cuts")
 
 
 def load(part: Part) -> None:
@@ -326,7 +330,7 @@ class TaskRound(Round):
                 self._begin(role, None)
         else:
             servers = [worker for worker in self.workers if worker.role == "server"]
-            super().fault(self.choose.choice([victim, *servers]), store)
+            super().fault(self.choose.choice([victim] * 3 + servers), store)
 
     def _drain(self) -> None:
         """All processes do what is left, and end by themselves; a server is asked to when the others have ended."""
@@ -398,6 +402,7 @@ def prove(store: gt.Store, noted: list[Event], figures: Counter[str]) -> list[st
         {
             "tasks done": sum(did.values()),
             "tasks done again": len(again),
+            "connections cut": sum(event.what == "cuts" for event in noted),
             "batches": len(trained),
             "rows proven": len(rows) + len(left),
             "rows given up": stats["given_up"],
