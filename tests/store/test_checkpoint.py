@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from mounts import file_system
 from saved_stores import FIELDS, chunks, contents, fill, small_files
+from tasked_stores import in_all_states
 
 import geartrain as gt
 import geartrain._native as _native
@@ -176,18 +177,33 @@ def saved(store_name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return tmp_path / "ckpt"
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_one_flipped_bit_is_found_and_named_by_file_and_block(saved: Path, store_name: Any, number: int) -> None:
-    file = ["rows.bin", *chunks(saved)][number]
-    data = bytearray((saved / file).read_bytes())
-    piece = json.loads((saved / "manifest.json").read_text())["files"][file]["piece_bytes"]
-    at = len(data) * 2 // 3
-    data[at] ^= 0x10
-    (saved / file).write_bytes(data)
-    name = store_name()
-    with pytest.raises(CheckpointError, match=rf"{file} is damaged: block {at // piece} "):
-        gt.Store.load(saved, name)
-    assert not Path(f"/dev/shm/geartrain.{name}").exists(), "a load that failed leaves no store"
+@pytest.mark.parametrize("how", ["flipped", "cut"])
+@pytest.mark.parametrize("tasks", [False, True])
+def test_a_checkpoint_that_is_damaged_anywhere_is_an_error_that_names_file_and_block(
+    store_name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, tasks: bool
+) -> None:
+    small_files(monkeypatch, chunk_bytes=1 << 20, piece_bytes=1000)
+    with in_all_states() if tasks else gt.Store.create(FIELDS, max_length=15, capacity=10) as store:
+        if not tasks:
+            fill(store, 8)
+        store.save(tmp_path / "ckpt")
+    with Checkpoint(tmp_path / "ckpt") as found:
+        names = ["manifest.json", *found.manifest["files"]]
+    for file in names:
+        path = tmp_path / "ckpt" / file
+        whole = path.read_bytes()
+        for at in range(0, len(whole), 5):
+            path.write_bytes(whole[:at] if how == "cut" else whole[:at] + bytes([whole[at] ^ 0x11]) + whole[at + 1 :])
+            told = rf"{file} is damaged: block {at // 1000} " if how == "flipped" and file != names[0] else "ckpt"
+            with pytest.raises(CheckpointError, match=told), Checkpoint(tmp_path / "ckpt") as damaged:
+                damaged.verify()
+            if at % 500 == 0:
+                name = store_name()
+                with pytest.raises(CheckpointError, match=told):
+                    gt.Store.load(tmp_path / "ckpt", name)
+                assert not Path(f"/dev/shm/geartrain.{name}").exists(), "a load that failed leaves no store"
+        path.write_bytes(whole)
+    gt.Store.load(tmp_path / "ckpt").close()
 
 
 def test_a_short_missing_or_altered_part_is_named(saved: Path, store_name: Any) -> None:

@@ -168,39 +168,7 @@ def test_a_store_that_is_only_read_is_not_saved(tmp_path: Path) -> None:
         store.save(tmp_path / "ckpt")
 
 
-@pytest.mark.parametrize("how", ["flipped", "cut"])
-def test_a_checkpoint_that_is_damaged_at_any_byte_is_an_error_that_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    small_files(monkeypatch, chunk_bytes=1 << 20, piece_bytes=1000)
-    with in_all_states() as store:
-        store.save(tmp_path / "ckpt")
-    with Checkpoint(tmp_path / "ckpt") as found:
-        names = ["manifest.json", *found.manifest["files"]]
-    for name in names:
-        path = tmp_path / "ckpt" / name
-        whole = path.read_bytes()
-        for at in range(len(whole)):
-            damaged = whole[:at] if how == "cut" else whole[:at] + bytes([whole[at] ^ 0x11]) + whole[at + 1 :]
-            path.write_bytes(damaged)
-            with pytest.raises(CheckpointError, match="ckpt"):
-                read_all(tmp_path / "ckpt")
-            if at % 500 == 0:
-                with pytest.raises(CheckpointError, match="ckpt"):
-                    gt.Store.load(tmp_path / "ckpt")
-        path.write_bytes(whole)
-    gt.Store.load(tmp_path / "ckpt").close()
-
-
-def read_all(directory: Path) -> None:
-    """What loading reads, without a store."""
-    with Checkpoint(directory) as found:
-        found.records()
-        for _ in found.contents(found.parts()):
-            pass
-
-
-def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_files(monkeypatch, chunk_bytes=500, piece_bytes=1000)
     with make_store(capacity=16) as store:
         insert(store, *range(4))

@@ -28,7 +28,6 @@ from geartrain.errors import (
     LockTimeoutError,
     NoSpaceError,
     StoreExistsError,
-    WaitTimeoutError,
 )
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.journal_directory import JournalDirectory
@@ -199,26 +198,6 @@ def test_commits_wait_for_a_disk_that_is_behind_the_bound_and_no_longer_than_for
         disk.go.set()
         store.sync_journal(patience(10))
         tagged.insert(store, [0])
-
-
-@pytest.mark.parametrize("full", ["wait", "error"])
-def test_a_disk_that_fails_is_back_pressure_or_an_error(tmp_path: Path, disk: SlowDisk, full: Any) -> None:
-    with create(tmp_path / "journal", journal_full=full, timeout_s=0.3 if full == "wait" else 60.0) as store:
-        tagged.insert(store, [1])
-        store.sync_journal(patience(10))
-        disk.error = OSError(28, os.strerror(28))
-        tagged.insert(store, [2])
-        with pytest.raises(WaitTimeoutError, match="No space left"):
-            store.sync_journal(1.0)
-        until(lambda: store.journal.error is not None)
-        with pytest.raises(NoSpaceError, match="No space left on device"):
-            tagged.insert(store, [3])
-        assert tags(store) == [1, 2]
-        disk.error = None
-        store.sync_journal(patience(10))
-        tagged.insert(store, [4])
-    with create(tmp_path / "journal") as again:
-        assert tags(again) == [1, 2, 4]
 
 
 TWO = np.array([2], np.uint64)

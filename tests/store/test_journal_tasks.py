@@ -22,7 +22,14 @@ from segments import Fork, Pipe, kill, wait_for
 
 import geartrain as gt
 import geartrain.store.journal as journal_module
-from geartrain.errors import ArgumentError, JournalError, LockTimeoutError, NoSpaceError, StaleClaimError
+from geartrain.errors import (
+    ArgumentError,
+    JournalError,
+    LockTimeoutError,
+    NoSpaceError,
+    StaleClaimError,
+    WaitTimeoutError,
+)
 from geartrain.store.journal_directory import JournalDirectory
 
 NEVER_S = 1e6
@@ -265,7 +272,9 @@ def test_a_disk_that_fails_is_back_pressure_or_an_error_and_nothing_is_written(
     with begun(tmp_path / "journal", journal_full=full, timeout_s=0.3 if full == "wait" else 60.0) as store:
         disk.error = OSError(28, os.strerror(28))
         grpo.insert(store, [8])
-        until(lambda: not store.native.sync_journal(0.0) and store.journal.error is not None)
+        with pytest.raises(WaitTimeoutError, match="No space left"):
+            store.sync_journal(0.3)
+        until(lambda: store.journal.error is not None)
         before = pieces_of(store)
         with pytest.raises(NoSpaceError, match="No space left on device"):
             write(store)
