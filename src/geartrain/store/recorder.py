@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.arguments import check_flag, check_whole, did_you_mean, shown
 from geartrain.core.keys import Keys
-from geartrain.core.lifetime import Uncopied
+from geartrain.core.lifetime import Closing
 from geartrain.core.schema import Field, check_fields
 from geartrain.errors import (
     ArgumentError,
@@ -50,9 +50,6 @@ from geartrain.errors import (
 )
 from geartrain.store.columns import Columns, check_priority, check_version
 from geartrain.store.step_arguments import StepArguments
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: What happens where an episode ends. As Gymnasium's vector environments have it, by value or in lower case.
 Autoreset = Literal["next_step", "same_step", "disabled"]
@@ -158,7 +155,7 @@ def recorded_fields(
     return {**fields, **{name: Field((), dtype) for name, dtype in REQUIRED_FIELDS.items()}, **own, **extras}
 
 
-class StepRecorder(Uncopied, elsewhere="make another one there, with store.recorder(...)"):
+class StepRecorder(Closing, elsewhere="make another one there, with store.recorder(...)"):
     """Records the steps of n environments into rows. `Store.recorder` makes one. Use it from one thread at a time.
 
     As a context manager, leaving it ends all episodes and keeps their steps. A recorder that is garbage-collected
@@ -477,9 +474,6 @@ class StepRecorder(Uncopied, elsewhere="make another one there, with store.recor
         if not 0 <= check_whole("env", env) < self.n_envs:
             raise ArgumentError(f"env is the index of an environment, 0 to {self.n_envs - 1}; found {env}")
         return int(env)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         if not self._columns.native.closed:
