@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 import geartrain.core.locks as locks
 from geartrain.core.arguments import did_you_mean, some_of
-from geartrain.core.lifetime import Closing, Uncopied
+from geartrain.core.lifetime import Closing, Uncopied, on_error
 from geartrain.core.shared_files import (
     cannot_make,
     leftovers,
@@ -120,23 +120,21 @@ class SharedCounters(Closing, elsewhere="SharedCounters.open(name) joins them th
         remove_stale()
         unnamed = path.with_name(f"{_UNNAMED}{os.getpid()}-{secrets.token_hex(4)}")
         nbytes = _file_bytes(slots, len(columns))
-        fd = -1
         try:
             fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            locks.take(fd, locks.EXCLUSIVE, 0)
-            # Allocated now: on a full file system a write to a mapping without memory behind it is SIGBUS.
-            os.posix_fallocate(fd, 0, nbytes)
-            memory = mmap.mmap(fd, 0)
-            memory[: len(header)] = header
-            os.link(unnamed, path)  # locked and with its header, or not at all
-        except BaseException as error:
-            if fd >= 0:
-                os.close(fd)
-            if isinstance(error, FileExistsError):
-                raise StoreExistsError(f"counters named {name!r} exist already ({path})") from None
-            if isinstance(error, OSError) and not isinstance(error, GeartrainError):
-                raise cannot_make(path, error, nbytes) from None
+            with on_error(os.close, fd):
+                locks.take(fd, locks.EXCLUSIVE, 0)
+                # Allocated now: on a full file system a write to a mapping without memory behind it is SIGBUS.
+                os.posix_fallocate(fd, 0, nbytes)
+                memory = mmap.mmap(fd, 0)
+                memory[: len(header)] = header
+                os.link(unnamed, path)  # locked and with its header, or not at all
+        except FileExistsError:
+            raise StoreExistsError(f"counters named {name!r} exist already ({path})") from None
+        except GeartrainError:
             raise
+        except OSError as error:
+            raise cannot_make(path, error, nbytes) from None
         finally:
             with suppress(OSError):
                 unnamed.unlink(missing_ok=True)

@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 import geartrain.core.locks as locks
 from geartrain.core.json_values import entry, parse_json, whole_entry
+from geartrain.core.lifetime import on_error
 from geartrain.core.shared_files import segments_directory
 from geartrain.device.device import Device
 from geartrain.errors import PinError, WaitTimeoutError
@@ -213,14 +214,11 @@ class Pins:
             if held is None:
                 note = self.ledger.enter(store, default_limit() if limit_bytes is None else limit_bytes)
                 began_s = time.perf_counter()
-                try:
-                    device.register(memory)
-                except PinError as error:
-                    self.ledger.leave(note)
-                    raise PinError(_explained(store, error)) from None
-                except BaseException:
-                    self.ledger.leave(note)
-                    raise
+                with on_error(self.ledger.leave, note):
+                    try:
+                        device.register(memory)
+                    except PinError as error:
+                        raise PinError(_explained(store, error)) from None
                 took_s = time.perf_counter() - began_s
                 _log.info("pinned %s, %.2f GB in %.2f s", store.path, store.nbytes / 1e9, took_s)
                 held = self._held[address] = _Held(memory, device, note)

@@ -127,17 +127,13 @@ class Future(Uncopied, elsewhere="wait for it, and send its result"):
             if owned():
                 refuse_within(reading, "a wait for this call")
             try:
-                try:
-                    if not reading.acquire(timeout=max(until_s - now, 0.0)):
-                        raise WaitTimeoutError(f"no answer from {self._source.name!r} before the deadline")
-                    event = self._done
-                    if event is None and not self._finished:
-                        self._wait(until_s)
-                finally:
-                    if owned():
-                        reading.release()
+                if not reading.acquire(timeout=max(until_s - now, 0.0)):
+                    raise WaitTimeoutError(f"no answer from {self._source.name!r} before the deadline")
+                event = self._done
+                if event is None and not self._finished:
+                    self._wait(until_s)
             finally:
-                if owned():  # where a handler has raised
+                if owned():
                     reading.release()
                 if not self._finished and self._callbacks:
                     self._serve_callbacks()

@@ -22,25 +22,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.arguments import check_type, check_unmasked, shown
 from geartrain.core.keys import Keys
-from geartrain.core.lifetime import Uncopied
+from geartrain.core.lifetime import Closing
 from geartrain.errors import ArgumentError, CallCancelledError, FieldError, SchemaError, WaitTimeoutError
 from geartrain.store.recorder import RecorderPriority, StepRecorder
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: What each agent has, by agent.
 ByAgent = Mapping[Any, Any]
 
 
-class AgentRecorder(Uncopied, RecorderPriority, elsewhere="make another one there, with store.agent_recorder(...)"):
+class AgentRecorder(Closing, RecorderPriority, elsewhere="make another one there, with store.agent_recorder(...)"):
     """Records agents that join and leave. `Store.agent_recorder` makes one. Use it from one thread at a time.
 
     As a context manager, leaving it ends all episodes and keeps their steps.
@@ -208,9 +205,6 @@ class AgentRecorder(Uncopied, RecorderPriority, elsewhere="make another one ther
     def rows(self) -> int:
         """Number of rows completed so far."""
         return self._recorder.rows
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._recorder.__exit__(*exc)

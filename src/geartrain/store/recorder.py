@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,7 @@ from geartrain.core.arguments import (
     shown,
 )
 from geartrain.core.keys import Keys
-from geartrain.core.lifetime import Uncopied
+from geartrain.core.lifetime import Closing
 from geartrain.core.schema import Field, check_fields
 from geartrain.errors import (
     ArgumentError,
@@ -58,9 +58,6 @@ from geartrain.errors import (
 )
 from geartrain.store.columns import Columns, check_priority, check_version
 from geartrain.store.step_arguments import StepArguments
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: What happens where an episode ends. As Gymnasium's vector environments have it, by value or in lower case.
 Autoreset = Literal["next_step", "same_step", "disabled"]
@@ -166,7 +163,7 @@ def recorded_fields(
     return {**fields, **{name: Field((), dtype) for name, dtype in REQUIRED_FIELDS.items()}, **own, **extras}
 
 
-class StepRecorder(Uncopied, elsewhere="make another one there, with store.recorder(...)"):
+class StepRecorder(Closing, elsewhere="make another one there, with store.recorder(...)"):
     """Records the steps of n environments into rows. `Store.recorder` makes one. Use it from one thread at a time.
 
     As a context manager, leaving it ends all episodes and keeps their steps. A recorder that is garbage-collected
@@ -482,9 +479,6 @@ class StepRecorder(Uncopied, elsewhere="make another one there, with store.recor
     def _checked_env(self, env: int) -> int:
         check_whole("env", env, 0, self.n_envs - 1)
         return int(env)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         if not self._columns.native.closed:

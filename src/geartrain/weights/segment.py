@@ -107,15 +107,10 @@ class WeightsSegment:
                 if not create:
                     raise
                 made = cls.make(path, trust)
-                try:
+                with contextlib.suppress(FileExistsError), on_error(made.close):  # another process was faster
                     made.link()
                     return made
-                except FileExistsError:  # another process was faster
-                    made.close()
-                    continue
-                except BaseException:
-                    made.close()
-                    raise
+                continue
             if os.fstat(fd).st_size < SCHEMA_AT:
                 os.close(fd)
                 raise IncompatibleStoreError(f"{path} is too small to be a segment of weights")

@@ -22,7 +22,7 @@ import numpy as np
 
 from geartrain.errors import GeartrainError
 from hostile.instants import Interruption
-from hostile.interrupted import call_at_any_line, raise_at_any_line
+from hostile.interrupted import call_at_any_line
 from hostile.run import CHILD_S, CLOSE_S, THREAD_S, TIMEOUT_S, InterruptionError, Run, show_stacks
 from hostile.subject import Factory, Subject
 
@@ -323,7 +323,6 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
         raise_in_a_signal_handler,
         close_in_a_signal_handler,
         close_at_any_line,
-        raise_at_any_line,
         call_at_any_line,
         use_after_fork,
         fork_beside_calls,
@@ -342,10 +341,8 @@ WAITING = ("close_beside_a_blocked_call", "raise_in_a_signal_handler", "close_in
 THREADED = ("close_from_two_threads", "close_beside_calls", "close_beside_a_blocked_call", "fork_beside_calls")
 
 
-#: Scenarios of handlers that raise, or call the same object, and the classes that they are tried with: what has locks
-#: of threads that a handler interrupts, and stays whole where one raises. (Ranks that are out of step wait for each
-#: other until their timeout, and prove nothing.)
-HANDLERS = ("raise_at_any_line", "call_at_any_line")
+#: Classes that `call_at_any_line` is tried with: what has locks of threads that a handler interrupts. (Ranks that are
+#: out of step wait for each other until their timeout, and prove nothing.)
 HANDLED = (
     "Bus",
     "Future",
@@ -363,7 +360,7 @@ HANDLED = (
 
 def applies(scenario: str, factory: Factory) -> bool:
     """Whether a scenario says anything about a subject."""
-    if scenario in HANDLERS and factory.of not in HANDLED:
+    if scenario == "call_at_any_line" and factory.of not in HANDLED:
         return False
     if factory.one_thread and scenario in THREADED:
         return False

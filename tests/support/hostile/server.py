@@ -28,7 +28,6 @@ import hanging
 #: What an interpreter or the C++ runtime writes when a process ends the wrong way.
 LAST_WORDS = ("Fatal Python error", "terminate called", "Exception ignored", "Segmentation fault", "nanobind: leaked")
 SHM = Path("/dev/shm")
-MAY_LEAVE = ("raise_at_any_line",)  # a file that was made when the handler raised, and that nobody has been given
 _TEXT = 20_000  # characters of output that a finding shows
 FACTORY_MODULES = tuple(
     f"hostile.{name}" for name in ("groups", "jobs", "lerobot", "peers", "rlinf", "sb3", "stores", "tasks")
@@ -138,7 +137,7 @@ def serve() -> dict[str, Any] | None:
             findings.append(f"the process ended with {code}")
         findings += [f"its output has {words!r}" for words in LAST_WORDS if words in text]
         left = _remove(prefix)
-        if left and hung is None and code == 0 and order["scenario"] not in MAY_LEAVE:
+        if left and hung is None and code == 0:
             findings.append(f"it left {', '.join(left)} in /dev/shm")
         answer = {**said, "findings": findings, "output": text[-2 * _TEXT :], "seconds": seconds}
         answers.write(json.dumps(answer) + "\n")

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
+from geartrain.core.lifetime import on_error
 from geartrain.core.schema import Field
 from geartrain.core.threads import owns, refuse_within
 from geartrain.replay.fetch import fetch
@@ -199,15 +200,11 @@ class Streams:
     def _next_rows(self) -> None:
         """Rows that begin with the last steps of those that are full."""
         fresh: list[Row] = []
-        try:
+        with on_error(lambda: list(map(Row.abandon, fresh))):
             for _ in range(self.n):
                 index = self.store.native.allocate_one()
                 # No step is published before all of its fields are written, so no block needs to be zeroed.
                 fresh.append(Row(self.store.columns, index, None, 0, taken=self._names))
-        except BaseException:
-            for row in fresh:
-                row.abandon()
-            raise
         repeated = self._sequence - 1 if self._rows else 0
         if repeated:
             for name in self._names:

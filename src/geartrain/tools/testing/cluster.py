@@ -360,16 +360,12 @@ class Hosts(Lifetime, error=HostsError, at_exit=True, elsewhere="they belong to 
 
     def _make_switch(self) -> None:
         ports: list[int] = []
-        try:
+        with on_error(lambda: list(map(os.close, ports))):
             for i in range(self.n):
                 ports.append(self._in_network(i, lambda: open_tap(INTERFACE)))
                 self._batch(
                     [f"link set dev {INTERFACE} address {address_of(i)} mtu {MTU} txqueuelen {QUEUE_FRAMES}"], i
                 )
-        except BaseException:
-            for port in ports:
-                os.close(port)
-            raise
         try:
             self._switch = Switch(
                 ports,
