@@ -1,7 +1,7 @@
 """Reproduces the results of docs/results.md: runs each command, keeps its curve, and compares it with its target.
 
     python examples/results.py                  # everything, one after the other
-    python examples/results.py grpo dqn-atari   # some of them
+    python examples/results.py hopper dqn-atari   # some of them
     python examples/results.py --list           # what there is
 
 Curves (JSON), pictures (PNG), what was printed (log) and a summary go to runs/results. Exit code 1: a target
@@ -70,12 +70,6 @@ RESULTS = {
         at_least=0.95,
         follows="hopper",
         apart=0.01,
-    ),
-    "grpo": Result(
-        "python examples/grpo_toy.py --seed 0",
-        "95 % of unseen prompts sorted right",
-        "solved",
-        at_least=0.95,
     ),
     "dqn-atari": Result(
         "python examples/online_dqn_atari.py --steps 6000 --eval-episodes 5 --seed 0",

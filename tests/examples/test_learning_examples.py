@@ -38,23 +38,9 @@ def run(command, tmp_path, timeout_s=110):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "curve.png").stat().st_size > 5000
     new = {path.name for path in set(Path("/dev/shm").iterdir()) - before}
-    made = [re.search(r"(?:atari|grpo|gato)-(\d+)", name) for name in new]  # by examples, other tests' included
+    made = [re.search(r"(?:atari|gato)-(\d+)", name) for name in new]  # by examples, other tests' included
     assert not [found.string for found in made if found and not Path(f"/proc/{found[1]}").exists()]
     return json.loads(curve.read_text())
-
-
-# --- GRPO ---------------------------------------------------------------------------------------------------------
-
-
-def test_grpo_runs_and_no_row_is_older_than_allowed(tmp_path):
-    found = run(
-        [sys.executable, "examples/grpo_toy.py", "--tiny", "--steps", "12", "--timeout-s", f"{patience(60):g}"],
-        tmp_path,
-    )
-    result = found["result"]
-    assert result["steps"] == 12
-    assert 0 <= result["mean_staleness"] <= result["greatest_staleness"] <= 4
-    assert result["answers"] >= 12 * 4 * 8
 
 
 # --- DQN ----------------------------------------------------------------------------------------------------------

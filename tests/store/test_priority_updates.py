@@ -10,7 +10,7 @@ import pytest
 import geartrain as gt
 from geartrain.errors import ArgumentError, SchemaError
 from geartrain.selection import Candidates
-from geartrain.store.priorities import apply_updates
+from geartrain.store.priorities import set_in_draw_order
 
 FIELDS = {"x": gt.Field((), "int64")}
 
@@ -22,7 +22,7 @@ def test_the_later_draws_priority_holds_and_what_the_store_cannot_have_is_stale(
         inserted = store.insert({"x": np.zeros((8, 2), np.int64)})
         rows = np.array([3, 3, 5, 3, 5, 99], np.uint32)
         keys = gt.Keys(rows, np.full(6, inserted.generation[0]), step=steps, draw=np.array([7, 9, 1, 8, 2, 3]))
-        stale = apply_updates(store, keys, np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
+        stale = set_in_draw_order(store, keys, np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
         assert stale == (1 if per == "row" else 2)  # row 99, and step 9
         of = store.native
         if per == "row":
@@ -49,5 +49,5 @@ def test_a_priority_that_is_none_sets_none_of_them() -> None:
         keys = store.insert({"x": np.zeros((4, 1), np.int64)})
         for wrong in (-1.0, np.nan, np.inf):
             with pytest.raises((SchemaError, ArgumentError)):
-                apply_updates(store, keys, np.array([2.0, 2.0, 2.0, wrong]))
+                set_in_draw_order(store, keys, np.array([2.0, 2.0, 2.0, wrong]))
         assert store.native.total_priority() == 4 << 16

@@ -16,7 +16,7 @@ from geartrain.errors import ArgumentError
 from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
 from geartrain.replay.sampler import StoreSampler
-from geartrain.store.priorities import apply_updates as apply_to_store
+from geartrain.store.priorities import set_in_draw_order
 
 _LARGEST = np.finfo(np.float64).max
 # What every strategy has to know at its next step.
@@ -307,17 +307,11 @@ class BatchBuilder:
 
 
 def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step: int) -> int:
-    """Sets priorities in this process's stores, and returns how many rows were gone.
+    """Sets finite priorities in this process's stores, and returns how many rows were gone.
 
     Raises:
-        ArgumentError: a priority that is not finite, or keys of other stores. None of the priorities is set.
+        ArgumentError: keys of other stores. None of the priorities is set.
     """
-    check_priorities(update.priorities)
-    return apply_checked(samplers, update, step)
-
-
-def apply_checked(samplers: Sequence[StoreSampler], update: PriorityUpdate, step: int) -> int:
-    """`apply_updates`, of finite priorities."""
     keys, priorities = update.keys, update.priorities
     if len(samplers) == 1:
         sampler = samplers[0]
@@ -343,8 +337,8 @@ def places_of(samplers: Sequence[StoreSampler], keys: Keys) -> NDArray[np.int64]
 def _set(sampler: StoreSampler, keys: Keys, priorities: NDArray[np.float64]) -> int:
     store, given = sampler.plan.store, raised(priorities, sampler.alpha)
     if sampler.priority_copy is None:
-        return apply_to_store(store, keys, given)
-    return sampler.change_priorities(keys.row, lambda: apply_to_store(store, keys, given))
+        return set_in_draw_order(store, keys, given)
+    return sampler.change_priorities(keys.row, lambda: set_in_draw_order(store, keys, given))
 
 
 def check_priorities(priorities: NDArray[np.float64]) -> None:
@@ -376,7 +370,6 @@ __all__ = [
     "RowSource",
     "StartedBatch",
     "State",
-    "apply_checked",
     "apply_updates",
     "check_priorities",
     "given_priorities",

@@ -12,13 +12,11 @@ from geartrain.ranks.topology import Mesh, topology_of
 from geartrain.ranks.torch_rank_group import as_rank_group
 from geartrain.replay.builder import BatchBuilder
 from geartrain.replay.config import ReplayConfig, make_samplers
-from geartrain.replay.epochs import check_epochs
-from geartrain.replay.groups import check_grouping
 from geartrain.replay.kept_rows import check_keep
 from geartrain.replay.local_rows import LocalRows
 from geartrain.replay.packed_batch import check_packed, check_room, room_of
 from geartrain.replay.sampler import StoreSampler
-from geartrain.replay.step_priorities import check_step_priorities
+from geartrain.replay.strategy_checks import check_epochs, check_grouping, check_step_priorities
 from geartrain.replay.windows import as_windows
 from geartrain.selection.mixture import Selection
 from geartrain.store.store import Store

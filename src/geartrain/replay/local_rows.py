@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy as np
+
 import geartrain._native as _native
 from geartrain.errors import StoreClosedError
 from geartrain.ranks.rank_group import RankGroup
@@ -16,14 +18,13 @@ from geartrain.replay.builder import (
     BuiltBatch,
     PriorityUpdate,
     State,
-    apply_checked,
     apply_updates,
     check_priorities,
     places_of,
 )
 from geartrain.replay.later_updates import LaterUpdates
-from geartrain.replay.native_batch import BatchPlan, global_batch, native_batch
-from geartrain.replay.packed_batch import repeated_packed, sampled_packed
+from geartrain.replay.native_batch import BatchPlan, global_batch, keys_of, native_batch
+from geartrain.replay.packed_batch import numbered, packed_batch, repeated_probability
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together
 from geartrain.selection.mixture import Selection, quotas_of
@@ -115,17 +116,25 @@ class LocalRows:
         return BuiltBatch(self._make_batch(rows, self._shown, step, self.store_ids), after, admission=admission)
 
     def _packed(self, reader: PackedReader, step: int, state: State, admission: Admission) -> BuiltBatch:
-        sampler, store_id = self.samplers[0], self.store_ids[0]
-        output, of_job = sampler.plan.output, self.update_lag is not None
+        sampler, after, weights = self.samplers[0], state, None
         repeated = sampler.repeat_packed(self.rows, step)
         if repeated is not None:
             keys, found = repeated
-            batch = repeated_packed(reader, output, found, keys, store_id, step, sampler.traits.form, of_job=of_job)
-            after = state
+            probability = np.full(len(keys), repeated_probability(sampler.traits.form))
         else:
             rows, found, last = sampler.sample_packed(self.rows, step, state[0], admission)
-            batch = sampled_packed(reader, output, found, rows, store_id, step, of_job=of_job)
-            after = [last]
+            keys, after = keys_of(rows, self.store_ids), [last]
+            probability, weights = rows.probability(), rows.importance_weights()
+        batch = packed_batch(
+            reader,
+            sampler.plan.output,
+            found,
+            keys if self.update_lag is None else numbered(keys, self.store_ids[0]),
+            found.versions(),
+            probability=probability,
+            importance_weights=weights,
+            step=step,
+        )
         self._read += len(batch)
         self._packed_bytes += found.nbytes
         return BuiltBatch(batch, after, admission=admission)
@@ -154,10 +163,10 @@ class LocalRows:
     # --- priorities, state, leaving -------------------------------------------------------------------------------
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
+        check_priorities(update.priorities)
         if self.update_lag is None:
             return apply_updates(self.samplers, update, step)
         keys = update.keys
-        check_priorities(update.priorities)
         if type(keys.store) is not int or keys.store != self._only:
             places_of(self.samplers, keys)
         if (keys.step is not None) != self._per_step and len(keys):
@@ -175,7 +184,7 @@ class LocalRows:
 
     def _apply(self, step: int, updates: list[PriorityUpdate]) -> None:
         for update in updates:
-            apply_checked(self.samplers, update, step)
+            apply_updates(self.samplers, update, step)
         updates.clear()
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-import geartrain._native as _native
 from geartrain.core.arguments import check_names_of, leave_out, some_of
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
@@ -20,7 +19,6 @@ from geartrain.errors import ArgumentError, FieldError, StaleKeyError
 from geartrain.replay.batch import METADATA, Array, Batch, unknown_field
 from geartrain.replay.batch_lengths import BatchLengths, lengths_of_one
 from geartrain.replay.mini_batches import MiniBatch, mini_batches
-from geartrain.replay.native_batch import keys_of
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Selection, strategies_of
 from geartrain.selection.strategy import ORDERS, traits_of
@@ -228,56 +226,13 @@ def packed_batch(
     return _made(reader.plan, output, reader.names, {}, {}, keys, metadata, step, found, lengths)
 
 
-def sampled_packed(
-    reader: RowReader,
-    output: str,
-    found: _native.PackedArrays,
-    rows: _native.SampledBatch,
-    store_id: int,
-    step: int,
-    *,
-    of_job: bool = False,
-) -> PackedBatch:
-    """The batch of a replay's step; `of_job`: it is a global one, of one rank."""
-    return packed_batch(
-        reader,
-        output,
-        found,
-        _numbered(keys_of(rows, [store_id]), store_id, of_job),
-        found.versions(),
-        probability=rows.probability(),
-        importance_weights=rows.importance_weights(),
-        step=step,
-    )
-
-
-def repeated_packed(
-    reader: RowReader,
-    output: str,
-    found: _native.PackedArrays,
-    keys: Keys,
-    store_id: int,
-    step: int,
-    form: str,
-    *,
-    of_job: bool = False,
-) -> PackedBatch:
-    """The batch of a replay's step that is drawn again; see `sampled_packed`."""
-    probability = np.full(len(keys), repeated_probability(form))
-    return packed_batch(
-        reader, output, found, _numbered(keys, store_id, of_job), found.versions(), probability=probability, step=step
-    )
-
-
 def repeated_probability(form: str) -> float:
     """The probability of rows that are drawn again, by the form of the strategy: 1 in an order, else not known, NaN."""
     return 1.0 if form in ORDERS else np.nan
 
 
-def _numbered(keys: Keys, store_id: int, of_job: bool) -> Keys:
-    """Keys of a batch; those of a global one, of one rank, have draw numbers."""
-    if not of_job:
-        return keys
+def numbered(keys: Keys, store_id: int) -> Keys:
+    """Keys of a global batch of one rank, with draw numbers."""
     n = len(keys)
     shard, draw = np.zeros(n, np.uint16), np.arange(n)
     return Keys.of_rows(keys.row, keys.generation, store_id, shard=shard, draw=draw)
@@ -380,8 +335,7 @@ __all__ = [
     "check_packed",
     "check_room",
     "fetch_packed",
+    "numbered",
     "packed_batch",
-    "repeated_packed",
     "repeated_probability",
-    "sampled_packed",
 ]

@@ -54,7 +54,7 @@ def check_keys_of(keys: Keys, *, per_step: bool, whose: str) -> None:
         )
 
 
-def apply_updates(store: PrioritizedStore, keys: Keys, priorities: NDArray[np.float64]) -> int:
+def set_in_draw_order(store: PrioritizedStore, keys: Keys, priorities: NDArray[np.float64]) -> int:
     """Sets priorities of rows or steps of batches, in the order of their draws.
 
     If a row or step was drawn twice, the later draw's priority holds. A key that cannot be in the store counts as
@@ -65,4 +65,4 @@ def apply_updates(store: PrioritizedStore, keys: Keys, priorities: NDArray[np.fl
     return store.native.apply_updates(keys.row, keys.generation, keys.step, keys.draw, priorities)
 
 
-__all__ = ["apply_updates", "check_keys_of", "set_priorities"]
+__all__ = ["check_keys_of", "set_in_draw_order", "set_priorities"]
