@@ -137,9 +137,8 @@ def test_a_name_goes_over_from_a_node_whose_port_is_anothers_by_now(by: str) -> 
             there.enter_context(rpc.Node("neighbour", port=port))
         else:
             service = there.enter_context(socket.create_server(("127.0.0.1", port)))
-            threading.Thread(
-                target=lambda: service.accept()[0].sendall(b"SSH-2.0-OpenSSH_9.6 and more\r\n" * 4)
-            ).start()
+            greeting = b"SSH-2.0-OpenSSH_9.6 and more\r\n" * 4
+            threading.Thread(target=lambda: service.accept()[0].sendall(greeting)).start()
         with rpc.Node("same", store=store, timeout_s=patience(5)) as node:
             assert store.get("geartrain/rpc/same") == node.address.encode()
 

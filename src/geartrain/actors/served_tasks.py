@@ -1,8 +1,8 @@
 """Server side of a store with axes, strings or tasks: what one peer has claimed, and the calls of its connection.
 
 The server claims for its peers under its own client slot of the segment, so it keeps for each connection which rows the
-peer has claimed: a peer cannot write another peer's row. When the connection ends, its rows are released. They are due
-again, and no death is counted against them.
+peer has claimed: a peer cannot write another peer's row. When the connection ends, or the peer connects again, its rows
+are released. They are due again, and no death is counted against them.
 """
 
 from __future__ import annotations

@@ -178,11 +178,7 @@ class Round:
         if victim.pid in self._stopped and strike >= 0.25:
             return
         if strike < 0.25:
-            os.kill(victim.pid, signal.SIGKILL)
-            victim.killed = True
-            self.figures["kills"] += 1
-            self._reap(victim)
-            self._begin(victim.role, store if store is not None and self.choose.random() < 0.5 else None)
+            self.kill(victim, store if store is not None and self.choose.random() < 0.5 else None)
         elif strike < 0.4:
             os.kill(victim.pid, signal.SIGSTOP)
             self._stopped[victim.pid] = time.monotonic() + self.choose.random() * STOP_S
@@ -190,6 +186,14 @@ class Round:
         elif strike < 0.45 and self.clock.viable:
             self.clock.set(self.choose.choice([0, 1, -1]) * 10 ** self.choose.uniform(-2, 8))
             self.figures["clock jumps"] += 1
+
+    def kill(self, victim: Worker, handle: gt.Store | None) -> None:
+        """Kills a process, and begins another in its place."""
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.killed = True
+        self.figures["kills"] += 1
+        self._reap(victim)
+        self._begin(victim.role, handle)
 
     def _look(self) -> None:
         """Notes processes that have ended by themselves, or make no calls."""

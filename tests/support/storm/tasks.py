@@ -28,6 +28,7 @@ import geartrain as gt
 import storm.proof as proof
 from geartrain import rpc
 from geartrain.actors import RemoteStore, StoreServer
+from geartrain.actors.served_tasks import PeerCalls
 from geartrain.errors import GeartrainError, StaleClaimError
 from geartrain.selection import Fifo, Uniform
 from storm.roles import Ending, Part
@@ -49,6 +50,8 @@ KINDS = {
 PREEMPTED = "tasks of preempted jobs"
 #: Roles of the last kind that reach the store through a server of it.
 REMOTE = ("answer", "answers", "reward")
+#: A file: the server has written and not replied, and is to be killed.
+WROTE = "wrote"
 
 
 class Event(NamedTuple):
@@ -166,16 +169,40 @@ def store_of_task(part: Part, task: str) -> Any:
 
 
 def serve(part: Part) -> None:
-    """Serves the store to other hosts until it is asked to end, and cuts connections with them."""
-    store, notes, ending, choose = open_store(part), Notes(part), Ending(), random.Random(part.seed)
+    """Serves the store to other hosts until it is asked to end, and loses writes and replies on the way."""
+    store, notes, ending = open_store(part), Notes(part), Ending()
     with rpc.Node("server", store=Names(part.folder)) as node, StoreServer(node, store, part.name):
+        _lose_replies(part, node, notes)
         while not ending.come:
             notes.add("serves")
-            time.sleep(0.1 * choose.random())
-            workers = [session.name for session in node.server.sessions if session.name]
-            if workers and not (part.folder / "enough").exists():
-                node.hang_up(choose.choice(workers))
-                notes.add("cuts")
+            time.sleep(0.05)
+
+
+def _lose_replies(part: Part, node: rpc.Node, notes: Notes) -> None:
+    """From now on some writes lose their connection while they run or before their reply, or the server with it."""
+    write, choose = PeerCalls.write, random.Random(part.seed)
+
+    def losing(calls: PeerCalls, *args: Any) -> Any:
+        strike = choose.random()
+        if strike < 0.04:
+            notes.add("cuts")
+            _hang_up(node)
+            time.sleep(choose.random() * 0.02)  # it is sent again meanwhile
+        wrote = write(calls, *args)
+        if 0.04 < strike < 0.08:
+            notes.add("cuts")
+            _hang_up(node)
+        elif 0.08 < strike < 0.1 and not (part.folder / "enough").exists():
+            (part.folder / WROTE).touch()
+            time.sleep(1)  # until it is killed
+        return wrote
+
+    PeerCalls.write = losing  # type: ignore[method-assign]
+
+
+def _hang_up(node: rpc.Node) -> None:
+    for name in {session.name for session in node.server.sessions} - {""}:  # of one that has not said it yet
+        node.hang_up(name)
 
 
 def load(part: Part) -> None:
@@ -328,9 +355,11 @@ class TaskRound(Round):
             self.figures["kills of all"] += 1
             for role in self.crew():
                 self._begin(role, None)
+        elif (self.folder / WROTE).exists():
+            (self.folder / WROTE).unlink()
+            self.kill(next(worker for worker in self.workers if worker.role == "server"), None)
         else:
-            servers = [worker for worker in self.workers if worker.role == "server"]
-            super().fault(self.choose.choice([victim] * 3 + servers), store)
+            super().fault(victim, store)
 
     def _drain(self) -> None:
         """All processes do what is left, and end by themselves; a server is asked to when the others have ended."""
