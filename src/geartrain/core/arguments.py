@@ -179,7 +179,8 @@ def check_real(
         or (above is not None and number <= above)
     ):
         limits = _range(least, most, above)
-        raise ArgumentError(f"{what} must be a finite number{limits}, found {shown(value)}")
+        of = " of" if limits.startswith(" at") else ""
+        raise ArgumentError(f"{what} must be a finite number{of}{limits}, found {shown(value)}")
     return number
 
 
