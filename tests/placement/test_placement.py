@@ -269,7 +269,7 @@ def test_what_makes_no_sense_is_refused_at_the_door(empty_stores: Stores) -> Non
             Placement(store, **options)
     with Placement(store) as made:
         for tolerance in (-0.1, 1.1, float("nan")):
-            with pytest.raises(ArgumentError, match="tolerance is a share, from 0 to 1"):
+            with pytest.raises(ArgumentError, match="tolerance must be a finite number from 0 to 1"):
                 made.rebalance(tolerance=tolerance)
         with pytest.raises(ArgumentError, match="max_bytes must be at least 0, found -1"):
             made.rebalance(max_bytes=-1)
