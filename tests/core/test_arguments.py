@@ -48,6 +48,7 @@ from geartrain.errors import ArgumentError
         (lambda: check_calls("a run has log", 3, "log"), "a run has log, found 3"),
         (lambda: leave_out("a view has its own", pad="left", window=None, whole=True),
          "a view has its own: leave out pad='left' and whole"),
+        (lambda: leave_out("no windows", ends=np.zeros(2)), "no windows: leave out ends"),
         (lambda: at_most_one(group=1, mesh=2, other=None), "group and mesh exclude each other: give one of them"),
     ],
 )  # fmt: skip

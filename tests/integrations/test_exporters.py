@@ -209,7 +209,7 @@ def test_no_row_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"format": "hdf5"}, ArgumentError, "format 'hdf5' is unknown"),
+        ({"format": "hdf5"}, ArgumentError, "format is one of .*, found 'hdf5'"),
         ({"format": "auto"}, ArgumentError, r"does not end in \.npz or \.parquet"),
         ({"fields": "no"}, SourceError, "has no field 'no'; it has action, goal, obs"),
         ({"cast": "float32"}, ArgumentError, "a cast is found=wanted"),

@@ -121,7 +121,7 @@ def test_targets_that_nobody_finds_are_refused(tmp_path):
         ("/no/such/path", "is a TOML file, module:name or file.py:name"),
         ("nowhere_at_all:job", "no module 'nowhere_at_all'"),
         ("launched:nothing", "has no nothing"),
-        ("launched:FIELDS", "and not a geartrain.launch.Job"),
+        ("launched:FIELDS", "must be a geartrain.launch.Job, found"),
     ):
         with pytest.raises(ArgumentError, match=complaint):
             launch.load(wrong)

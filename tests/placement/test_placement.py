@@ -259,7 +259,7 @@ def test_what_makes_no_sense_is_refused_at_the_door(empty_stores: Stores) -> Non
     for error, message, options in (
         (ArgumentError, "by is one of 'priority', 'rows', found 'luck'", {"by": "luck"}),
         (ArgumentError, "inputs is a list of names, found", {"inputs": "obs"}),
-        (ArgumentError, "at least one step, found window=0", {"window": 0}),
+        (ArgumentError, "window must be at least 1, found 0", {"window": 0}),
         (FieldError, "nothing", {"inputs": ["nothing"]}),
         (ArgumentError, "no rank of replica 0 reads a field", {"inputs": []}),
         (ArgumentError, "a DeepSpeed grid, or an object with", {"mesh": object()}),
@@ -269,7 +269,7 @@ def test_what_makes_no_sense_is_refused_at_the_door(empty_stores: Stores) -> Non
             Placement(store, **options)
     with Placement(store) as made:
         for tolerance in (-0.1, 1.1, float("nan")):
-            with pytest.raises(ArgumentError, match="tolerance is a share, from 0 to 1"):
+            with pytest.raises(ArgumentError, match="tolerance must be a finite number from 0 to 1"):
                 made.rebalance(tolerance=tolerance)
         with pytest.raises(ArgumentError, match="max_bytes must be at least 0, found -1"):
             made.rebalance(max_bytes=-1)

@@ -403,7 +403,7 @@ def test_what_cannot_be_kept_is_refused(store: gt.Store) -> None:
             kept(store, selection=selection)
     with pytest.raises(ArgumentError, match="keep"):
         kept(store, keep="always")
-    with pytest.raises(ArgumentError, match=f"at most {2**22}"):
+    with pytest.raises(ArgumentError, match=f"from 1 to {2**22}"):
         kept(store, n=2**22 + 1)
     with (
         grpo.new_store(max_times_sampled=2) as twice,
@@ -454,7 +454,7 @@ def test_strict_is_for_stores_with_tasks_and_without_limits() -> None:
     fields = {"x": gt.Field((), "int64", per_row=True)}
     with (
         gt.Store.create(fields, capacity=4) as plain,
-        pytest.raises(ArgumentError, match=r"no tasks.*leave out strict=True"),
+        pytest.raises(ArgumentError, match=r"no tasks: leave out strict"),
     ):
         gt.Replay(plain, Fifo(strict=True), 2)
     with pytest.raises(ArgumentError, match="leave out limits"):

@@ -110,10 +110,10 @@ def test_a_field_takes_numpys_codes_of_dtypes(name):
             None,
             r"max_length= is missing.*Store.create\(..., {'obs': Field\(\(2,\), 'float32'\)}, max_length=1000",
         ),
-        (TIMED, 0, "max_length must be from 1 to 2147483647 steps, found 0"),
-        (TIMED, 2**31, "max_length must be from 1 to 2147483647 steps"),
-        (TIMED, 2.5, "max_length must be a whole number of steps, found 2.5"),
-        (X, 6, "max_length=6, but every field is per_row"),
+        (TIMED, 0, "max_length, in steps, must be at least 1, found 0"),
+        (TIMED, 2**31, "max_length, in steps, must be from 1 to 2147483647"),
+        (TIMED, 2.5, "max_length, in steps, must be a whole number, found 2.5"),
+        (X, 6, "one step: leave out max_length=6"),
     ],
 )
 def test_a_store_is_told_its_longest_row_where_a_field_has_time(name, fields, max_length, message):

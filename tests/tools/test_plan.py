@@ -202,10 +202,10 @@ def test_this_machine_can_be_measured() -> None:
     ("changes", "said"),
     [
         ({"batch": 255}, "255 rows cannot be divided evenly over 4 ranks"),
-        ({"hosts": 0}, "hosts must be at least 1"),
-        ({"link_gbit": 0}, "link_gbit must be above zero"),
-        ({"rows": math.inf}, "rows must be at least 1 and finite"),
-        ({"row_bytes": math.nan}, "row_bytes must be at least 1 and finite"),
+        ({"hosts": 0}, "hosts must be a finite number from 1 to 1024"),
+        ({"link_gbit": 0}, "link_gbit must be a finite number of at least 1e-09"),
+        ({"rows": math.inf}, "rows must be a finite number from 1"),
+        ({"row_bytes": math.nan}, "row_bytes must be a finite number from 1"),
         ({"shares": (0.5, 0.5)}, "shares are 4 numbers that add up to 1"),
     ],
 )

@@ -74,7 +74,7 @@ def test_the_cheapest_number_is_found_by_trying_all_and_depends_on_the_price() -
     assert least.cost == pytest.approx((240 + 17.5) * 0.2961 / 3600)
     with pytest.raises(ArgumentError, match="one kind"):
         cheapest(Network((1.0, 1.0), (1.0, 2.0)), price_worker=1, price_reducer=1, compute_s=0)
-    with pytest.raises(ArgumentError, match="not below zero"):
+    with pytest.raises(ArgumentError, match="price_worker must be a finite number of at least 0"):
         cheapest(SAMPLE, price_worker=-1, price_reducer=1, compute_s=0)
 
 

@@ -92,7 +92,7 @@ def test_versions_grow_and_weights_keep_their_form(host: Path) -> None:
         publisher.publish(3, filled(3))
         with pytest.raises(ArgumentError, match="3 cannot follow 3"):
             publisher.publish(3, filled(3))
-        with pytest.raises(ArgumentError, match=r"2\*\*63"):
+        with pytest.raises(ArgumentError, match=r"must be from 0 to"):
             publisher.publish(2**63, filled(3))
         with pytest.raises(ArgumentError, match=r"a: <i8 \[1000\] has become <i4 \[1000\]"):
             publisher.publish(4, {**filled(4), "a": np.zeros(1000, np.int32)})

@@ -174,7 +174,8 @@ def check_real(
         or (above is not None and number <= above)
     ):
         limits = _range(least, most, above)
-        raise ArgumentError(f"{what} must be a finite number{limits}, found {shown(value)}")
+        of = " of" if limits.startswith(" at") else ""
+        raise ArgumentError(f"{what} must be a finite number{of}{limits}, found {shown(value)}")
     return number
 
 
@@ -357,9 +358,9 @@ def leave_out(why: str, **given: object) -> None:
         given: each option's value, or whether it is given.
     """
     if names := [
-        f"{name}={value!r}" if isinstance(value, (str, int, float)) and value is not True else name
+        f"{name}={shown(value)}" if isinstance(value, (str, int, float)) and value is not True else name
         for name, value in given.items()
-        if value is not None and value is not False and value != ()
+        if value is not None and value is not False and not (isinstance(value, Sequence) and not value)
     ]:
         raise ArgumentError(f"{why}: leave out {' and '.join(names)}")
 

@@ -276,7 +276,7 @@ def check_max_length(fields: Mapping[str, Field], max_length: int | None) -> int
     timed = [name for name, field in fields.items() if not field.per_row]
     if not timed:
         if optional(check_whole, "max_length", max_length) not in (None, 1):
-            leave_out("every field is per_row: such a row has one step", max_length=max_length)
+            leave_out("every field is per_row, so that a row has one step", max_length=max_length)
         return 1
     if max_length is None:
         first = fields[timed[0]]

@@ -447,7 +447,7 @@ def load(description: str) -> Job:
         raise ArgumentError(
             f"{description} raised {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
         ) from error
-    return check_type(f"{description} is a geartrain.launch.Job", found, Job)
+    return check_type(f"{description} must be a geartrain.launch.Job", found, Job)
 
 
 #: Tables of a description, each a role of that name and kind.

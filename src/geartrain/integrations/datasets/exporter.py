@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_choice, check_flag, check_path, shown
+from geartrain.core.arguments import check_choice, check_flag, check_path, check_text, shown
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import FULL, Trust, check_trust, room_in
@@ -228,7 +228,7 @@ def _converted(field: Field, casts: Mapping[str, str]) -> Field:
 
 def _target(path: str | os.PathLike[str], format: str) -> tuple[Path, str]:
     """The destination, with symbolic links followed, and the format."""
-    name = str(check_path("the path to write to", path))
+    name = check_text("the path to write to", str(check_path("the path to write to", path)))
     if not name.strip() or Path(name).name in ("", "."):
         raise ArgumentError(f"a path is needed to write to, found {shown(path)}")
     check_choice("format", format, ("auto", *EXPORT_FORMATS))
