@@ -53,7 +53,7 @@ def test_what_arrives_is_what_the_host_gets(
 
 
 def test_the_kernel_itself_gathers_what_the_host_gets() -> None:
-    assert int(interpreted("device_fetches.py", "6", timeout_s=patience(110))) == 6
+    assert int(interpreted("device_fetches.py", "3", timeout_s=patience(110))) == 3
 
 
 @pytest.mark.parametrize("path", PATHS)

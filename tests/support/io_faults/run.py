@@ -12,6 +12,7 @@ import contextlib
 import errno
 import faulthandler
 import gc
+import importlib
 import logging
 import mmap
 import os
@@ -213,6 +214,10 @@ def _faults_of(name: str, counts: dict[str, int], everything: bool) -> Iterator[
 
 def main(names: list[str], everything: bool) -> int:
     """Runs ways; prints what is wrong."""
+    for package in ("torch", "h5py", "minari", "pyarrow.parquet"):  # that ways import
+        with contextlib.suppress(ImportError):
+            importlib.import_module(package)
+    gc.freeze()  # what was imported stays, and the collections of each run need not go through it
     faults = Faults(Path(os.environ[VARIABLE]))
     folder = Path(tempfile.mkdtemp(prefix="geartrain-io-faults-", dir="/dev/shm"))
     os.environ["GEARTRAIN_DIR"] = str(folder / "root" / "segments")
@@ -224,8 +229,6 @@ def main(names: list[str], everything: bool) -> int:
             for wrong in run(None) or run(None):  # the first imports what is used
                 print(f"{name} without a fault: {wrong}")
                 found += 1
-            gc.collect()
-            gc.freeze()  # what was imported stays, and the collections of the runs below need not go through it
             for fault in _faults_of(name, run.counts, everything):
                 ran += 1
                 for wrong in run(fault):
