@@ -6,7 +6,7 @@ namespace geartrain {
 namespace {
 
 struct Core {
-  CoreTurns turns;
+  CoreTurns turns{CoreTurns::kForeignBesideClientsNs};
   uint64_t polls_again_ns = 0;
 };
 thread_local Core core;

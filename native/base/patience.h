@@ -25,7 +25,7 @@ inline void pause_briefly() {
 //   if (!patience.poll(...)) sleep();     // any number of times, until what is waited for is there
 //
 // A poll that lasts offers its core to other threads, as what is waited for may come from one that has no other core;
-// where that was so, the next one does it at once. Where it gets the core back after a millisecond, others compute
+// where that was so, the next one does it at once. Where it gets the core back after 2.5 ms, others compute
 // there, and a thread that sleeps is scheduled sooner than one that polls: this thread polls no more for a while
 // (core_turns.h).
 class Patience {
@@ -72,7 +72,7 @@ bool Patience::poll(int looks, Deadline deadline, Look&& look) {
     yields = yields || now - from_ns >= kYieldNs;
     if (!yields) continue;
     away_ns = offer_core();
-    if (away_ns > CoreTurns::kForeignNs) break;
+    if (away_ns > CoreTurns::kForeignBesideClientsNs) break;
   }
   return found();
 }
