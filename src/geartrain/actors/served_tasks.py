@@ -55,7 +55,8 @@ class ServedTasks:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waits: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = set()
         self._closed = False
         self._calls: WeakValueDictionary[int, PeerCalls] = WeakValueDictionary()  # of each client
@@ -110,7 +111,7 @@ class ServedTasks:
         if runs:
             about_to_wait()
         with self._lock:
-            self._lock.wait_for(lambda: call not in self._writing)
+            self._changed.wait_for(lambda: call not in self._writing)
             self._writing.add(call)
             return self._wrote.get(call)
 
@@ -118,7 +119,7 @@ class ServedTasks:
         """Ends a write, and notes what it did in case the reply is lost. None: it is to be done if it comes again."""
         with self._lock:
             self._writing.discard(call)
-            self._lock.notify_all()
+            self._changed.notify_all()
             if wrote is None:
                 return
             self._wrote[call] = wrote
