@@ -135,7 +135,7 @@ def test_ctrl_c_ends_a_wait_for_ranks_that_do_not_join() -> None:
         assert child.stdout is not None and child.stdout.readline() == "joins\n"
         time.sleep(1.0)  # it waits by now, or is about to
         child.send_signal(signal.SIGINT)
-        _, told = child.communicate(timeout=7)  # the store's own waits are of 10 s
+        _, told = child.communicate(timeout=patience(7))  # the store's own waits are of 10 s
     finally:
         child.kill()
     assert child.returncode == -signal.SIGINT and told.rstrip().endswith("KeyboardInterrupt"), told
