@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from geartrain.core.arguments import did_you_mean
+from geartrain.core.arguments import check_choice
 from geartrain.core.json_values import read_json
 from geartrain.errors import ArgumentError, GeartrainError
 from geartrain_bench.harness.timing import BenchResult
@@ -85,16 +85,10 @@ class Main(Protocol):
 
 def load(name: str, device: str = "cpu") -> Main:
     """The `main` of a benchmark on "cpu" or "cuda". Raises `ArgumentError` when there is none."""
-    if device not in ("cpu", "cuda"):
-        raise ArgumentError(f"a bench runs on cpu or cuda, found {device!r}")
+    check_choice("device", device, ("cpu", "cuda"))
     here = {known: bench.cpu if device == "cpu" else bench.cuda for known, bench in BENCHES.items()}
-    place = here.get(name)
-    if place is None:
-        able = [known for known, found in here.items() if found is not None]
-        raise ArgumentError(
-            f"there is no bench {name!r} on {device}; there are {', '.join(able)}{did_you_mean(name, able)}"
-        )
-    return cast(Main, _found(place))
+    able = {known: place for known, place in here.items() if place is not None}
+    return cast(Main, _found(able[check_choice(f"a benchmark on {device}", name, able)]))
 
 
 def plot_saved(saved: Path, path: Path) -> None:

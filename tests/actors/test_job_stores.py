@@ -89,7 +89,7 @@ def test_what_does_not_go_together_is_refused(world: World) -> None:
     keys = world.fill()
     with pytest.raises(ArgumentError, match="without a store"):
         world.job.fetch(gt.Keys(np.zeros(1, np.uint32), np.ones(1, np.uint32)))
-    with pytest.raises(ArgumentError, match="there are 8 keys"):
+    with pytest.raises(ArgumentError, match="priorities are numbers, one for each of 8 keys"):
         world.job.update_priorities(keys, np.ones(7))
     before = world.stores[0].status()["priority"].tolist()
     with pytest.raises(SchemaError, match="priority 7 of 8 is nan"):

@@ -88,7 +88,7 @@ def test_a_peer_that_cannot_run_is_named_with_its_reason(tmp_path):
         assert "No module named" in result.baselines_missing["torchrl, collect"]
     assert online._baseline(result, "torchrl", {"torchrl": str(wrong)}, {**ASKED, "loop": "train"}, 0.0) is None
     assert result.baselines_missing["torchrl, train"] == "the run's 235 s were used up"
-    with pytest.raises(ArgumentError, match="the baselines of this benchmark are torchrl, reverb"):
+    with pytest.raises(ArgumentError, match="a baseline of this benchmark is one of 'torchrl', 'reverb'"):
         online.main(quick=True, baselines={"nobody": "python"})
 
 

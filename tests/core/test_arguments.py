@@ -20,6 +20,8 @@ from geartrain.core.arguments import (
     check_array,
     check_calls,
     check_names_of,
+    check_pair,
+    check_path,
     check_real,
     check_whole,
     checked,
@@ -50,6 +52,12 @@ from geartrain.errors import ArgumentError
          "a view has its own: leave out pad='left' and whole"),
         (lambda: leave_out("no windows", ends=np.zeros(2)), "no windows: leave out ends"),
         (lambda: at_most_one(group=1, mesh=2, other=None), "group and mesh exclude each other: give one of them"),
+        (lambda: check_pair("--env", "A"), "--env takes NAME=VALUE, found 'A'"),
+        (lambda: check_pair("--env", "A="), "--env takes NAME=VALUE, found 'A='"),
+        (lambda: check_path("to", 3), "to is a path, found 3"),
+        (lambda: check_path("to", "a\0"), "to must be a path that is not empty and has no zero byte, found 'a\\x00'"),
+        (lambda: check_path("to", "x" * 256), "to has a name of 256 bytes, and file systems take at most 255: shorten "
+         f"it, found '{'x' * 79}... (258 characters)"),
     ],
 )  # fmt: skip
 def test_each_kind_has_one_text(call: Callable[[], object], text: str) -> None:
@@ -62,6 +70,7 @@ def test_checks_return_what_was_given_as_its_kind() -> None:
     assert type(check_real("x", np.float32(0.5), 0, 1)) is float
     assert optional(check_whole, "n", None, 1) is None and optional(check_whole, "n", 2, 1) == 2
     assert check_names_of("fields", [], empty=True) == ()
+    assert check_pair("--env", "A=", empty=True) == ("A", "") and check_pair("--env", "A=b=c") == ("A", "b=c")
     leave_out("nothing is given", a=None, b=False, c=())
 
 

@@ -177,7 +177,7 @@ def test_what_a_kernel_cannot_take_is_refused(interpreter: Interpreter) -> None:
         ("scatter_update.scatter_update", (priorities, one, values[:0], sums), "values has 0 values, 1 are needed"),
         ("scatter_update.scatter_update", (priorities, one, values.astype(np.float32), sums), "values is torch.uint32"),
         ("scatter_update.scatter_update", (priorities, one, values, sums[:0]), "sums has 0 values, 1 are needed"),
-        ("top_rows.first_rows", (priorities, None, None, 3, 1), "an order is 0"),
+        ("top_rows.first_rows", (priorities, None, None, 3, 1), "must be from 0 to 2, found 3"),
     ]
     for function, arguments, message in refused:
         with pytest.raises(ArgumentError, match=message):

@@ -125,7 +125,7 @@ def test_ditask_knows_the_options_and_refuses_what_is_not_there(tmp_path: Path) 
         (["--mq-type", "torchrpc:cuda", "--cuda-device-map", "1_0_0"], "no CUDA device here"),
         (["--cuda-device-map", "1_0"], "--cuda-device-map takes"),
         (["--attach-to", "0_0_0"], "give --init-method"),
-        (["--mq-type", "nng", "--init-method", "tcp://a:1"], "is for geartrain's queue"),
+        (["--mq-type", "nng", "--init-method", "tcp://a:1"], "is no queue of geartrain: leave out init_method"),
     ):
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(

@@ -98,9 +98,9 @@ def test_attempts_at_a_prompt_are_groups_of_their_own(make_store: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"attempt": 3}, "`attempt` is the name of a field, or None; found 3"),
+        ({"attempt": 3}, "attempt must be text that is not empty, found 3"),
         ({"attempt": "prompt"}, "`by` and `attempt` are different fields, found 'prompt' for both"),
-        ({"size": 0}, "size is a whole number from 1"),
+        ({"size": 0}, "size must be at least 1, found 0"),
     ],
 )
 def test_wrong_settings_are_refused_when_the_strategy_is_made(given: dict[str, Any], message: str) -> None:

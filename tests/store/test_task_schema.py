@@ -118,7 +118,7 @@ def test_tasks_that_do_not_fit_together_are_refused_with_what_to_write(tasks: An
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gt.Field(("tokens",), "int8", per_row=True), "takes no per_row"),
+        (lambda: gt.Field(("tokens",), "int8", per_row=True), "leave out per_row=True"),
         (lambda: gt.Field(("",), "int8"), "an axis has a name"),
         (lambda: gt.Field(("a" * 64,), "int8"), "1 to 63 bytes"),
         (lambda: gt.Field((3, "tokens"), "int8"), "a shape is a whole number or several"),

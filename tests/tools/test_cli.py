@@ -95,7 +95,7 @@ def test_inspect_says_what_it_does_not_audit(store_name: Any, tmp_path: Path) ->
         store.save(tmp_path / "saved")
     for words, code, said in (
         (["--audit"], 2, "--audit is for one store: name it"),
-        ([store.name, "--audit", "--rows", "1"], 2, "one of the two"),
+        ([store.name, "--audit", "--rows", "1"], 2, "--audit and --rows exclude each other"),
         ([str(tmp_path / "saved"), "--audit"], 1, "names a checkpoint"),
         ([str(tmp_path / "saved"), "--rows", "1"], 1, "--rows is for stores"),
     ):
@@ -366,7 +366,11 @@ def test_doctor_reaches_a_peer_and_says_how_fast_and_why_not_faster(listening: s
 def test_doctor_fails_with_the_reason_where_a_peer_is_not_reached(listening: str) -> None:
     for arguments, code, words in (
         (("--peer", listening, "--transport", "inproc"), 1, "the peer is another process"),
-        (("--peer", listening, "--transport", "pigeon"), 2, "there is no transport 'pigeon'"),
+        (
+            ("--peer", listening, "--transport", "pigeon"),
+            2,
+            "transport is one of 'inproc', 'shm', 'tcp', found 'pigeon'",
+        ),
         (("--peer", "id=" + 32 * "0" + ";tcp=127.0.0.1:1"), 1, "Connection refused"),
         (("--peer", "nonsense"), 2, "not an address"),
         (("--peer", listening, "--megabytes", "1e9"), 2, "up to 67.1 MB"),

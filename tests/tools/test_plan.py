@@ -215,5 +215,5 @@ def test_a_cluster_that_is_none_is_refused(changes: dict[str, Any], said: str) -
 
 
 def test_an_arm_there_is_not_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="there are local_first, ordered, central; found 'nearest'"):
+    with pytest.raises(ArgumentError, match="arm is one of 'local_first', 'ordered', 'central', found 'nearest'"):
         predict(FOUR, "nearest", DEFAULTS)  # type: ignore[arg-type]

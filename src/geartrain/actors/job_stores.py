@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from geartrain.actors.remote_store import RemoteStore
+from geartrain.core.arguments import check_array, check_type
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, SchemaError
 from geartrain.replay.batch import Batch
@@ -48,14 +49,11 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
     """
 
     def __init__(self, stores: Mapping[str, Store | RemoteStore]) -> None:
-        if not isinstance(stores, Mapping) or not all(
-            isinstance(each, Store | RemoteStore) for each in stores.values()
-        ):
-            raise ArgumentError(
-                f"JobStores takes stores by name, of this host (Store) or others (RemoteStore); found {stores!r}"
-            )
+        rule = "JobStores takes stores by name, at least one, of this host (Store) or others (RemoteStore)"
+        for each in check_type(rule, stores, Mapping).values():
+            check_type(rule, each, Store | RemoteStore)
         if not stores:
-            raise ArgumentError("there must be at least one store")
+            raise ArgumentError(f"{rule}, found none")
         self._stores = dict(stores)
         self._ids = np.array([each.id for each in stores.values()], np.uint64)
         if len(np.unique(self._ids)) < len(self._ids):
@@ -107,9 +105,8 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
         """
         keys = check_keys(keys)
         places = self._places(keys)
-        told = None if ends is None else np.asarray(ends)
-        if told is not None and told.shape != (len(keys),):
-            raise ArgumentError(f"ends are one for each of {len(keys)} keys, found an array of shape {told.shape}")
+        rule = f"ends are whole numbers, one for each of {len(keys)} keys"
+        told = None if ends is None else check_array(rule, np.asarray(ends), (len(keys),), "iu")
         common: dict[str, Any] = {
             "fields": fields,
             "window": window,
@@ -157,13 +154,9 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
         """
         keys = check_keys(keys)
         places = self._places(keys)
-        values = np.asarray(priorities)
-        if values.shape != (len(keys),):
-            raise ArgumentError(f"there are {len(keys)} keys, and priorities of shape {values.shape}")
-        try:
-            wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
-        except TypeError:
-            raise ArgumentError(f"priorities are numbers, found {values.dtype}") from None
+        rule = f"priorities are numbers, one for each of {len(keys)} keys"
+        values = check_array(rule, np.asarray(priorities), (len(keys),))
+        wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
         if wrong.size:  # no store is to be changed where another one would refuse
             at = int(wrong[0])
             raise SchemaError(f"a priority is a finite number >= 0, priority {at} of {len(keys)} is {values[at]}")

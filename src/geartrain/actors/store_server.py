@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.actors.served_tasks import PeerCalls, PeerClaims, ServedTasks
-from geartrain.core.arguments import check_text, shown
+from geartrain.core.arguments import check_text, check_type, shown
 from geartrain.core.dtypes import DTYPES
 from geartrain.core.keys import Keys
 from geartrain.core.lifetime import Closing
@@ -75,10 +75,8 @@ class StoreServer(Closing, elsewhere="it serves a store of this process"):
     """
 
     def __init__(self, node: Node, store: Store, name: str | None = None) -> None:
-        if not isinstance(node, Node) or not isinstance(store, Store):
-            raise ArgumentError(
-                f"a StoreServer takes a node of geartrain.rpc and a Store, found {node!r} and {store!r}"
-            )
+        check_type("a StoreServer takes a node of geartrain.rpc", node, Node)
+        check_type("a StoreServer takes a Store", store, Store)
         if store.closed:
             raise StoreClosedError(f"the store {store.name!r} was closed")
         self.name = store.name if name is None else name

@@ -280,17 +280,28 @@ def check_texts(what: str, values: Any) -> list[str]:
         raise ArgumentError(f"{what} is a list of texts, found {shown(values)}") from None
 
 
+def check_pair(what: str, value: str, form: str = "NAME=VALUE", *, empty: bool = False) -> tuple[str, str]:
+    """Both sides of a text of this form; the second may be empty only with `empty`."""
+    name, sign, told = value.partition("=")
+    if not (name.strip() and sign and (told or empty)):
+        raise ArgumentError(f"{what} takes {form}, found {shown(value)}")
+    return name, told
+
+
 def check_path(what: str, value: Any) -> Path:
-    """The value as a path."""
-    if not isinstance(value, (str, os.PathLike)):
-        raise ArgumentError(f"{what} is a path, found {shown(value)}")
+    """The value as a path that a file system of Linux can have."""
+    check_type(f"{what} is a path", value, (str, os.PathLike))
     try:
         text = os.fsdecode(value)
         longest = max(len(part) for part in os.fsencode(text).split(b"/"))
     except (TypeError, UnicodeError):  # a PathLike that is none; characters without an encoding
-        text, longest = "", 0
-    if not text or "\0" in text or longest > 255:  # what no file system on Linux has
-        raise ArgumentError(f"{what} is a path, found {shown(value)}")
+        raise ArgumentError(f"{what} is a path, found {shown(value)}") from None
+    if not text or "\0" in text:
+        raise ArgumentError(f"{what} must be a path that is not empty and has no zero byte, found {shown(value)}")
+    if longest > 255:
+        raise ArgumentError(
+            f"{what} has a name of {longest} bytes, and file systems take at most 255: shorten it, found {shown(text)}"
+        )
     return Path(text)
 
 

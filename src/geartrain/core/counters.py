@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain.core.locks as locks
-from geartrain.core.arguments import did_you_mean, some_of
+from geartrain.core.arguments import check_whole, did_you_mean, some_of
 from geartrain.core.lifetime import Closing, Uncopied, on_error
 from geartrain.core.shared_files import (
     cannot_make,
@@ -174,8 +174,7 @@ class SharedCounters(Closing, elsewhere="SharedCounters.open(name) joins them th
 
     def slot(self, number: int) -> CounterSlot:
         """The counters of one process, by name; for its one writer."""
-        if not 0 <= number < self.slots:
-            raise ArgumentError(f"the counters have slots 0 to {self.slots - 1}, found {number}")
+        check_whole("the slot of counters", number, 0, self.slots - 1)
         return CounterSlot(self.columns, self._values[number])
 
     def column(self, name: str) -> NDArray[np.float64]:

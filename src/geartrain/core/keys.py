@@ -346,13 +346,9 @@ class Keys:
         """
         shard = None if self.shard is None else self.shard.astype(np.int64)
         if self.store is None:
-            if shard is None:
-                if len(stores) > 1 and len(self):
-                    raise ArgumentError(
-                        f"these keys have no store, and there are {len(stores)} {what}: use the keys of a batch"
-                    )
+            if shard is None and (len(stores) <= 1 or not len(self)):
                 return np.zeros(len(self), np.int64)
-            if (shard >= len(stores)).any():
+            if shard is None or (shard >= len(stores)).any():
                 raise ArgumentError(
                     f"these keys have no store, and there are {len(stores)} {what}: use the keys of a batch"
                 )

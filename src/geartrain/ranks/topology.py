@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
+from geartrain.core.arguments import at_most_one
 from geartrain.core.extras import require_torch
 from geartrain.errors import ArgumentError
 
@@ -92,8 +93,7 @@ def topology_of(group: Any, mesh: Any) -> Topology:
     if group is not None and hasattr(group, "exchange"):  # a RankGroup
         position = mesh if isinstance(mesh, MeshPosition) else MeshPosition(dp=group.rank, dp_size=group.size)
         return Topology(list(range(group.size)), position)
-    if group is not None and mesh is not None:
-        raise ArgumentError("give a group or a mesh, not both")
+    at_most_one(group=group, mesh=mesh)
     return of_group(group) if group is not None else of_mesh(mesh)
 
 

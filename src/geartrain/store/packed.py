@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_choice, shown, some_of
+from geartrain.core.arguments import check_choice, check_names_of, shown, some_of
 from geartrain.core.dtypes import DTYPES, as_tensor, numpy_dtype
 from geartrain.core.extras import require_torch
 from geartrain.core.keys import Keys
@@ -386,8 +386,7 @@ class PackedFields(ABC):
                 of different axes.
             FieldError: the store has no such field, or it has strings.
         """
-        if not names or len(set(names)) != len(names):
-            raise ArgumentError(f"name each field once, and at least one; found {some_of(map(repr, names))}")
+        check_names_of("joined", names)
         missing = [name for name in names if name not in self._shown]
         if missing:
             self._read(missing)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from geartrain.core.arguments import check_choice, check_pair
 from geartrain.errors import ArgumentError
 
 PARTS = ("shaped", "slow-link", "delay", "loopback", "ddp", "throughput")
@@ -48,13 +49,12 @@ def read(arguments: Sequence[str], *, quick: bool = False) -> Asked:
     if "all" in parts:
         parts = PARTS
     for part in parts:
-        if part not in PARTS:
-            raise ArgumentError(f"--part takes {', '.join(PARTS)} or all, found {part!r}")
+        check_choice("--part", part, (*PARTS, "all"))
     baidu = {}
     for word in given.baidu:
-        mpi, equals, library = word.partition("=")
-        if not (mpi and equals and Path(library).is_file()):
-            raise ArgumentError(f"--baidu takes MPI=LIBRARY, such as mpich=/path/to/libbaidu.so, found {word!r}")
+        mpi, library = check_pair("--baidu", word, "MPI=LIBRARY, such as mpich=/path/to/libbaidu.so")
+        if not Path(library).is_file():
+            raise ArgumentError(f"--baidu {mpi}: there is no file {library!r}")
         baidu[mpi] = str(Path(library).resolve())
     ranks = () if given.ranks is None else tuple(_ranks(word) for word in given.ranks.split(","))
     if (ranks or given.profile) and "loopback" not in parts:

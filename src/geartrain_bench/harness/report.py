@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from geartrain.core.arguments import check_pair
 from geartrain.core.shared_files import writing
 from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain.tools.plan.report import number
@@ -304,13 +305,7 @@ def _panel(axis: Any, title: str, rows: list[Row], systems: list[str], colors: d
 
 def parse_baselines(given: Sequence[str]) -> dict[str, str]:
     """NAME=PYTHON arguments and the environment's variables, as {name: interpreter}; arguments take precedence."""
-    found: dict[str, str] = {}
-    for word in given:
-        name, equals, python = word.partition("=")
-        if not (name and equals and python):
-            raise ArgumentError(f"--baseline-python takes NAME=/path/to/python, found {word!r}")
-        found[name] = python
-    return found
+    return dict(check_pair("--baseline-python", word, "NAME=/path/to/python") for word in given)
 
 
 def main_of(folder: str, main: Any) -> None:

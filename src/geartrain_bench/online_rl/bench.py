@@ -45,8 +45,9 @@ import geartrain.launch as launch
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 import geartrain_bench.online_rl.worker as online_worker
+from geartrain.core.arguments import check_choice
 from geartrain.core.shared_files import writing
-from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
+from geartrain.errors import GeartrainError, MissingDependencyError
 from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult, Row, rate_row, time_row
 
@@ -80,10 +81,8 @@ def main(
         if find_spec(package) is None:
             raise MissingDependencyError(f"this benchmark needs {package}: pip install 'geartrain[demo]'")
     pythons = {**report.parse_baselines(()), **(baselines or {})}
-    if set(baselines or ()) - set(BASELINES):
-        raise ArgumentError(
-            f"the baselines of this benchmark are {', '.join(BASELINES)}, found {', '.join(sorted(baselines or ()))}"
-        )
+    for name in baselines or ():
+        check_choice("a baseline of this benchmark", name, BASELINES)
     pythons = {name: python for name, python in pythons.items() if name in BASELINES}
     for name in BASELINES:
         if name not in pythons and find_spec(name) is not None:

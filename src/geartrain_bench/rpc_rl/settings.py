@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from geartrain.core.arguments import check_whole, optional
 from geartrain.errors import ArgumentError
 
 BACKENDS = {"geartrain": ("geartrain",), "torch": ("torch",), "both": ("geartrain", "torch")}
@@ -73,10 +74,8 @@ def read(arguments: Sequence[str]) -> Settings:
             given[name] = [_value(name, one) for one in given[name].split(",")]
         else:
             given[name] = _value(name, given[name])
-    if threads < 1:
-        raise ArgumentError(f"--threads is 1 or more, found {threads}")
-    if agent_threads is not None and agent_threads < 1:
-        raise ArgumentError(f"--agent-threads is 1 or more, found {agent_threads}")
+    check_whole("--threads", threads, 1)
+    optional(check_whole, "--agent-threads", agent_threads, 1)
     return Settings(given, x_axis_name, backend, threads, agent_threads)
 
 

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from geartrain.device.kernels.checks import MAX_ROWS, check, check_length, check_rows
+from geartrain.core.arguments import check_array, check_whole
+from geartrain.device.kernels.checks import check, check_rows
 from geartrain.device.kernels.distinct_draw import draw_distinct
 from geartrain.device.kernels.philox import ROW_STREAM, counter_word
 from geartrain.device.kernels.scatter_update import scatter_update
@@ -64,17 +65,11 @@ class DeviceCandidates:
         sequence: torch.Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if isinstance(priorities, np.ndarray):
-            if priorities.dtype != np.uint32:
-                raise ArgumentError(f"priorities are uint32 (n,), found {priorities.dtype} {priorities.shape}")
-            priorities = torch.from_numpy(np.ascontiguousarray(priorities)).to(device or "cuda", copy=True)
+        priorities = _as_tensor(priorities, device or "cuda")
         check("priorities", priorities, (torch.uint32,))
-        if not 0 < len(priorities) <= MAX_ROWS:
-            raise ArgumentError(f"1 to {MAX_ROWS} rows can be drawn from, found {len(priorities)}")
         for name, tensor, dtype in (("selectable", selectable, torch.bool), ("sequence", sequence, torch.int64)):
             if tensor is not None:
-                check(name, tensor, (dtype,), like=priorities)
-                check_length(name, tensor, len(priorities))
+                check(name, tensor, (dtype,), like=priorities, n=len(priorities))
         self.values = priorities
         self.selectable = selectable
         self.sequence = sequence
@@ -104,11 +99,9 @@ class DeviceCandidates:
         Raises:
             ArgumentError: a row that is not there, or not as many priorities (uint32) as rows; nothing was changed.
         """
-        if isinstance(priorities, np.ndarray):
-            if priorities.dtype != np.uint32:
-                raise ArgumentError(f"priorities are uint32 (n,), found {priorities.dtype} {priorities.shape}")
-            priorities = torch.from_numpy(np.ascontiguousarray(priorities)).to(self.device)
-        scatter_update(self.values, self._known(rows), priorities, self._by_priority.sums, self.selectable)
+        scatter_update(
+            self.values, self._known(rows), _as_tensor(priorities, self.device), self._by_priority.sums, self.selectable
+        )
         self._by_priority.rerun()
 
     # --- what _native.Candidates has ---------------------------------------------------------------------------
@@ -158,9 +151,7 @@ class DeviceCandidates:
         self._check_key(seed, step, round, limits)
         known: torch.Tensor | range
         if isinstance(numbers, int):
-            if not 0 <= numbers <= 2**32:
-                raise ArgumentError(f"0 to 2**32 rows can be drawn at once, found {numbers}")
-            known = range(numbers)
+            known = range(check_whole("numbers", numbers, 0, 2**32))
             largest = numbers - 1
         else:
             if isinstance(numbers, np.ndarray):
@@ -168,8 +159,7 @@ class DeviceCandidates:
             known = numbers
             check("numbers", known, (torch.uint32,), like=self.values)
             largest = int(whole_numbers(known).max()) if strata and len(known) else -1
-        if not 0 <= strata < 2**32:
-            raise ArgumentError(f"strata is 0 to 2**32 - 1, found {strata}")
+        check_whole("strata", strata, 0, 2**32 - 1)
         if strata and largest >= strata:
             raise ArgumentError(f"draw {largest} is none of {strata} strata")
         population = self._by_priority if by_priority else self._by_row
@@ -249,9 +239,7 @@ class DeviceCandidates:
             check("rows", rows, (torch.int64,), like=self.values)
             known = rows
         else:
-            array = np.asarray(rows)
-            if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-                raise ArgumentError(f"rows are whole numbers (n,), found {array.dtype} {array.shape}")
+            array = check_array("rows are whole numbers (n,)", np.asarray(rows), (-1,), "iu")
             known = torch.from_numpy(array.astype(np.int64)).to(self.device)
         check_rows("rows", known, len(self.values))
         return known
@@ -277,6 +265,15 @@ class DeviceCandidates:
             raise ArgumentError(
                 f"seed and step are below 2**64 and round below 2**18, found seed={seed}, step={step}, round={round}"
             )
+
+
+def _as_tensor(priorities: torch.Tensor | NDArray[np.uint32], device: torch.device | str) -> torch.Tensor:
+    """A tensor as it is; a copy of an array, on the device."""
+    if not isinstance(priorities, np.ndarray):
+        return priorities
+    if priorities.dtype != np.uint32:
+        raise ArgumentError(f"priorities are uint32 (n,), found {priorities.dtype} {priorities.shape}")
+    return torch.from_numpy(np.ascontiguousarray(priorities)).to(device, copy=True)
 
 
 def _generations(rows: torch.Tensor) -> torch.Tensor:

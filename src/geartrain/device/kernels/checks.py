@@ -13,7 +13,13 @@ from geartrain.errors import ArgumentError
 MAX_ROWS = 2**31 - 1
 
 
-def check(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], like: torch.Tensor | None = None) -> None:
+def check(
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    like: torch.Tensor | None = None,
+    n: int | None = None,
+) -> None:
     """Raises `ArgumentError` unless `tensor` is contiguous, (n,), of one of the dtypes, and on a usable device.
 
     With `like`, it has to be on the same device.
@@ -29,11 +35,7 @@ def check(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], like
         )
     if like is not None and tensor.device != like.device:
         raise ArgumentError(f"{name} is on {tensor.device}, the priorities are on {like.device}")
-
-
-def check_length(name: str, tensor: torch.Tensor, n: int) -> None:
-    """Raises `ArgumentError` unless `tensor` is (n,)."""
-    if len(tensor) != n:
+    if n is not None and len(tensor) != n:
         raise ArgumentError(f"{name} has {len(tensor)} values, {n} are needed")
 
 

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from geartrain.core.arguments import check_whole
 from geartrain.device.kernels.checks import interpreted, on_device_of
 from geartrain.device.kernels.philox import (
     ATTEMPTS_PER_ROUND,
@@ -37,7 +38,7 @@ from geartrain.device.kernels.philox import (
     reference_bits,
 )
 from geartrain.device.kernels.weighted_draw import TILE, DrawKey, EveryRow, RunningSums, as_int, tile_sums
-from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
+from geartrain.errors import EmptyStoreError, NotEnoughRowsError
 
 GROUP = 1024
 MAX_DISTINCT = 2**29  # 5 n + 64 draws have 32-bit numbers
@@ -197,8 +198,7 @@ def draw_distinct(
         EmptyStoreError: all values are 0.
         NotEnoughRowsError: fewer than n rows have a value above 0.
     """
-    if n > MAX_DISTINCT:
-        raise ArgumentError(f"up to {MAX_DISTINCT} different rows can be drawn at once, found {n}")
+    check_whole("the number of different rows", n, most=MAX_DISTINCT)
     nothing = torch.empty(0, dtype=torch.int64, device=excluded.device)
     if n == 0:
         return nothing, nothing.to(torch.float64)

@@ -25,9 +25,9 @@ import torch
 import triton
 import triton.language as tl
 
-from geartrain.device.kernels.checks import check, check_length, check_rows, interpreted, on_device_of
+from geartrain.core.arguments import check_whole
+from geartrain.device.kernels.checks import check, check_rows, interpreted, on_device_of
 from geartrain.device.kernels.weighted_draw import TILE
-from geartrain.errors import ArgumentError
 
 
 def reference_scatter_update(priorities: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -118,16 +118,11 @@ def scatter_update(
     """
     check("priorities", priorities, (torch.uint32,))
     check("rows", rows, (torch.int64,), like=priorities)
-    check("values", values, (torch.uint32,), like=priorities)
-    check("sums", sums, (torch.int64,), like=priorities)
-    check_length("values", values, len(rows))
-    check_length("sums", sums, triton.cdiv(len(priorities), TILE))
+    check("values", values, (torch.uint32,), like=priorities, n=len(rows))
+    check("sums", sums, (torch.int64,), like=priorities, n=triton.cdiv(len(priorities), TILE))
     if selectable is not None:
-        check("selectable", selectable, (torch.bool,), like=priorities)
-        check_length("selectable", selectable, len(priorities))
-    count = len(rows)
-    if count >= 2**32 - 1:
-        raise ArgumentError(f"fewer than 2**32 - 1 rows can be updated at once, found {count}")
+        check("selectable", selectable, (torch.bool,), like=priorities, n=len(priorities))
+    count = check_whole("the number of rows", len(rows), 0, 2**32 - 2)
     check_rows("rows", rows, len(priorities))
     if count == 0:
         return

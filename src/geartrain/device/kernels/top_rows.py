@@ -30,9 +30,9 @@ import torch
 import triton
 import triton.language as tl
 
-from geartrain.device.kernels.checks import MAX_ROWS, check, check_length, interpreted, on_device_of
+from geartrain.core.arguments import check_whole
+from geartrain.device.kernels.checks import MAX_ROWS, check, interpreted, on_device_of
 from geartrain.device.kernels.weighted_draw import TILE, whole_numbers
-from geartrain.errors import ArgumentError
 
 OLDEST, NEWEST, HEAVIEST = range(3)
 
@@ -176,15 +176,11 @@ def first_rows(
         ArgumentError: a wrong device, dtype or shape, or an order that is none.
     """
     check("priorities", priorities, (torch.uint32,))
-    size = len(priorities)
-    if order not in (OLDEST, NEWEST, HEAVIEST):
-        raise ArgumentError(f"an order is 0 (oldest), 1 (newest) or 2 (heaviest), found {order}")
-    if not 0 < size <= MAX_ROWS:
-        raise ArgumentError(f"1 to {MAX_ROWS} rows can be chosen from, found {size}")
+    check_whole("order (0 oldest, 1 newest, 2 heaviest)", order, OLDEST, HEAVIEST)
+    size = check_whole("the number of priorities", len(priorities), 1, MAX_ROWS)
     for name, tensor, dtype in (("selectable", selectable, torch.bool), ("age_of", age_of, torch.int32)):
         if tensor is not None:
-            check(name, tensor, (dtype,), like=priorities)
-            check_length(name, tensor, size)
+            check(name, tensor, (dtype,), like=priorities, n=size)
     if n <= 0:
         return torch.empty(0, dtype=torch.int64, device=priorities.device)
     tiles = triton.cdiv(size, TILE)

@@ -28,9 +28,9 @@ import torch
 import triton
 import triton.language as tl
 
-from geartrain.device.kernels.checks import MAX_ROWS, check, check_length, interpreted, on_device_of
+from geartrain.core.arguments import check_whole
+from geartrain.device.kernels.checks import MAX_ROWS, check, interpreted, on_device_of
 from geartrain.device.kernels.philox import reference_below, reference_bits, target_of
-from geartrain.errors import ArgumentError
 
 TILE = 256
 PART = 16  # a tile is PART parts of PART rows
@@ -262,12 +262,9 @@ def tile_sums(values: torch.Tensor, selectable: torch.Tensor | None = None) -> t
         ArgumentError: a wrong device, dtype or shape.
     """
     check("values", values, (torch.uint32, torch.uint8))
-    n = len(values)
-    if not 0 < n <= MAX_ROWS:
-        raise ArgumentError(f"1 to {MAX_ROWS} rows can be drawn from, found {n}")
+    n = check_whole("the number of values", len(values), 1, MAX_ROWS)
     if selectable is not None:
-        check("selectable", selectable, (torch.bool,), like=values)
-        check_length("selectable", selectable, n)
+        check("selectable", selectable, (torch.bool,), like=values, n=n)
     tiles = triton.cdiv(n, TILE)
     sums = torch.empty(tiles, dtype=torch.int64, device=values.device)
     per_program = interpreted(8, 4096)

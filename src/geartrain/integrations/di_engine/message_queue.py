@@ -34,7 +34,7 @@ from typing import Any, cast
 from urllib.parse import urlparse
 
 import geartrain.integrations.di_engine.options as queue_options
-from geartrain.core.arguments import check_choice
+from geartrain.core.arguments import check_choice, check_whole, leave_out
 from geartrain.core.lifetime import Uncopied
 from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
@@ -361,15 +361,13 @@ def _runner(
         **further.get({}),
     }
     if mq_type not in MQ_TYPES:
-        for name in ("init_method", "local_cuda_devices", "cuda_device_map"):
-            if given.get(name):
-                raise ArgumentError(f"{name} is for geartrain's queue: mq_type={mq_type!r} does not know it")
+        ours = {name: given[name] for name in ("init_method", "local_cuda_devices", "cuda_device_map")}
+        leave_out(f"mq_type={mq_type!r} is no queue of geartrain", **ours)
         return cast("Callable[..., None]", theirs(cls, n_parallel_workers, mq_type, *args, **kwargs))
     named = dict(zip(_RUNNER[2:], args, strict=False)) | kwargs
     bound = inspect.signature(theirs).bind(cls, n_parallel_workers, mq_type, **named)
     bound.apply_defaults()
-    if n_parallel_workers < 1:
-        raise ArgumentError(f"there is one worker or more, found n_parallel_workers={n_parallel_workers}")
+    check_whole("n_parallel_workers", n_parallel_workers, 1)
     workers = list(_workers(cls, bound.arguments, given))
 
     def run(main_process: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

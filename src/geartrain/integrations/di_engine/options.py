@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from geartrain.core.arguments import did_you_mean
+from geartrain.core.arguments import check_choice
 from geartrain.errors import ArgumentError, MissingDependencyError, TransportError, UntrustedPeerError
 
 #: Values of `mq_type`, and whether tensors go from GPU to GPU: True, False, or None for when devices are named.
@@ -57,12 +57,7 @@ def check_mq_type(mq_type: str) -> bool | None:
     Raises:
         ArgumentError: there is no such kind.
     """
-    if mq_type not in MQ_TYPES:
-        raise ArgumentError(
-            f"there is no message queue {mq_type!r} of geartrain; there are {', '.join(MQ_TYPES)}"
-            f"{did_you_mean(mq_type, MQ_TYPES)}"
-        )
-    return MQ_TYPES[mq_type]
+    return MQ_TYPES[check_choice("mq_type", mq_type, MQ_TYPES)]
 
 
 def parse_devices(text: str | tuple[int, ...] | list[int] | None) -> tuple[int, ...] | None:

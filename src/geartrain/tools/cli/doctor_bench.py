@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from geartrain.core.arguments import leave_out
+from geartrain.core.arguments import at_most_one, check_pair, leave_out
 from geartrain.errors import ArgumentError
 from geartrain.tools.cli.app import app, escape, make_table, out
 from geartrain.tools.cli.checks import input_file, output_file, plot_file
@@ -160,8 +160,9 @@ def bench(
     from geartrain_bench import load, plot_saved
 
     if name == "plot":
-        if quick or full or json_path or baseline_python or train_ms or case or device != "cpu":
-            raise ArgumentError("bench plot takes saved results, and --plot FILE where there is one")
+        why = "bench plot takes saved results, and --plot FILE where there is one"
+        given = {"--quick": quick, "--full": full, "--json": json_path, "--train-ms": train_ms, "--case": case}
+        leave_out(why, **given, **{"--baseline-python": baseline_python, "--device": device != "cpu" and device})
         _plot_saved([Path(one) for one in context.args], plot_path, plot_saved)
         return
     main = load(name, device)
@@ -170,8 +171,7 @@ def bench(
         raise ArgumentError(f"the benchmark {name!r} takes no {' '.join(context.args)}")
     further = {"arguments": context.args} if takes_arguments else {}
     baselines = dict(map(_baseline, baseline_python or []))
-    if quick and full:
-        raise ArgumentError("--quick and --full exclude each other")
+    at_most_one(**{"--quick": quick or None, "--full": full or None})
     more = {key: value for key, value in {"full": full, "train_ms": train_ms, "case": case}.items() if value}
     for key in more.keys() - inspect_module.signature(main).parameters.keys():
         raise ArgumentError(f"the benchmark {name!r} has no --{key.replace('_', '-')}")
@@ -195,9 +195,7 @@ def _plot_saved(saved: list[Path], plot_path: Path | None, plot: Callable[[Path,
 
 def _baseline(given: str) -> tuple[str, str]:
     """Name and interpreter of another system, from name=/path/to/python."""
-    name, _, python = given.partition("=")
-    if not name.strip() or not python:
-        raise ArgumentError(f"--baseline-python takes name=/path/to/python, found {given!r}")
+    name, python = check_pair("--baseline-python", given, "NAME=/path/to/python")
     if shutil.which(python) is None:
         raise ArgumentError(f"--baseline-python {name}: {python!r} is no program")
     return name, python

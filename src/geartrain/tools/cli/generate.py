@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from geartrain.core.arguments import check_pair
 from geartrain.errors import ArgumentError
 from geartrain.tools.cli.app import Commands, app
 
@@ -22,13 +23,7 @@ Description = Annotated[
 
 def _pairs(option: str, given: list[str]) -> dict[str, str]:
     """NAME=VALUE words as a table."""
-    found: dict[str, str] = {}
-    for word in given:
-        name, sign, value = word.partition("=")
-        if not name.strip() or not sign:
-            raise ArgumentError(f"{option} is NAME=VALUE, found {word!r}")
-        found[name] = value
-    return found
+    return dict(check_pair(option, word, empty=True) for word in given)
 
 
 @generate.command()

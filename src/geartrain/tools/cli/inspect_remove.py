@@ -13,6 +13,7 @@ import typer
 
 import geartrain.core.counters as counters
 import geartrain.weights as weights
+from geartrain.core.arguments import at_most_one
 from geartrain.core.shared_files import Trust, check_trust, segments_directory, shared_files
 from geartrain.errors import ArgumentError, GeartrainError, IncompatibleStoreError
 from geartrain.launch.host_snapshot import tasks_of
@@ -54,8 +55,7 @@ def inspect(
     """
     trusted = check_trust(trust)
     check_rows(rows, png)
-    if audit and rows is not None:
-        raise ArgumentError("--audit checks a store's metadata, and --rows shows rows: one of the two")
+    at_most_one(**{"--audit": audit or None, "--rows": rows})
     if name is None:
         if audit or rows is not None:
             raise ArgumentError(f"{'--audit' if audit else '--rows'} is for one store: name it")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from geartrain.core.arguments import leave_out
 from geartrain.errors import ArgumentError
 from geartrain.tools.cli.app import app, die
 from geartrain.tools.cli.checks import input_file, output_folder
@@ -140,8 +141,8 @@ def launch(
     if timeout_s is not None:
         described = dataclasses.replace(described, timeout_s=timeout_s)
     if ray is not None:
-        if host is not None or master is not None or coordinator_port is not None:
-            raise ArgumentError("--ray finds the nodes itself: --host, --master and --coordinator-port are for others")
+        placed = {"--host": host, "--master": master, "--coordinator-port": coordinator_port}
+        leave_out("--ray finds the nodes itself", **placed)
         if not ray.strip() or not ray.isprintable():
             raise ArgumentError(f"--ray is auto, host:port or local, found {ray!r}")
     else:

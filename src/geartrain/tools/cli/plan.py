@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from geartrain.core.arguments import at_most_one
 from geartrain.errors import ArgumentError
 from geartrain.tools.cli.app import Commands, app
 from geartrain.tools.cli.checks import input_file, output_file, plot_file
@@ -68,8 +69,7 @@ def plan_ranks(
     from geartrain.tools.plan.replay import Cluster
     from geartrain.tools.plan.replay import check as check_cases
 
-    if measure and constants is not None:
-        raise ArgumentError("--measure and --constants are two sources of the same constants")
+    at_most_one(**{"--measure": measure or None, "--constants": constants})
     known = measure_constants() if measure else read_constants(constants) if constants else None
     if check is not None:
         if not report.show_checked(check_cases(read_result(check), known)):

@@ -37,7 +37,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from geartrain.core.arguments import check_real, shown
+from geartrain.core.arguments import check_choice, check_real, shown
 from geartrain.errors import ArgumentError
 from geartrain.ranks.rank_collectives import DIRECT_RANKS, RADIX
 from geartrain.replay.distributed.assignment import Replica, assign
@@ -192,8 +192,7 @@ def _rounds(ranks: int) -> int:
 
 def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
     """Predicts the times and bytes of a batch. Raises `ArgumentError` for an unknown arm."""
-    if arm not in ARMS:
-        raise ArgumentError(f"there are {', '.join(ARMS)}; found {arm!r}")
+    check_choice("arm", arm, ARMS)
     hosts, ranks, batch, r = cluster.hosts, cluster.ranks, cluster.batch, cluster.row_bytes
     per_rank = batch / ranks
     # Ranks that have to take turns on the machine's cores.
