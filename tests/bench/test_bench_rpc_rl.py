@@ -71,8 +71,8 @@ def test_one_list_becomes_the_x_axis_and_a_second_is_refused() -> None:
         ("--batch", "maybe", "true or false, found 'maybe'"),
         ("--state-size", "10-0", "such as 10-20-10, found '10-0'"),
         ("--out-features", "0", "1 or more"),
-        ("--threads", "0", "1 or more, found 0"),
-        ("--agent-threads", "0", "1 or more, found 0"),
+        ("--threads", "0", "must be at least 1, found 0"),
+        ("--agent-threads", "0", "must be at least 1, found 0"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(argument: str, value: str, said: str) -> None:

@@ -348,7 +348,7 @@ def test_a_board_is_seen_by_all_and_refuses_what_is_none(store_name, tmp_path):
         assert dict(other.slot(2)) == {"steps": 0.0, "loss": 0.5}
         with pytest.raises(StoreExistsError):
             SharedCounters.create(name, 1, ("a",))
-        with pytest.raises(ArgumentError, match="slots 0 to 2"):
+        with pytest.raises(ArgumentError, match="the slot of counters must be from 0 to 2, found 3"):
             made.slot(3)
         made.path.write_bytes(b"garbage" * 1000)
         with pytest.raises(GeartrainError, match="does not have the counter format of this build"):
