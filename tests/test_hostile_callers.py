@@ -38,7 +38,9 @@ SLOW_SUBJECTS = (
     "Store: with a journal that begins with a checkpoint",
 )
 #: What a server imports before its forks, by module of factories.
-MODULES_OF_SERVERS = dict.fromkeys(("hostile.sb3", "hostile.lerobot", "hostile.rlinf"), ("geartrain.integrations.sb3",))
+MODULES_OF_SERVERS = dict.fromkeys(
+    ("hostile.sb3", "hostile.lerobot", "hostile.rlinf"), ("stable_baselines3", "geartrain.integrations.sb3")
+)
 LIMIT_S = 20.0
 OPEN_TRIES = 20
 #: Of each race in long tests, `make races ROUNDS=...`: in all, where they are counted, else of this run.

@@ -32,6 +32,8 @@ _TEXT = 20_000  # characters of output that a finding shows
 FACTORY_MODULES = tuple(
     f"hostile.{name}" for name in ("groups", "jobs", "lerobot", "peers", "rlinf", "sb3", "stores", "tasks")
 )
+#: What factories import of others: no collection in a fork goes through it.
+FOREIGN = ("asyncio", "gymnasium", "http.client", "multiprocessing.context", "numpy", "urllib.request")
 
 
 class Server:
@@ -85,20 +87,23 @@ class Server:
 
 def serve() -> dict[str, Any] | None:
     """Forks a process an order; returns the order in that process, and None at the end."""
-    import hostile.scenarios  # noqa: F401
 
-    for name in sys.argv[1:]:
-        if name in FACTORY_MODULES:
-            importlib.import_module(name)
-            continue
-        with contextlib.suppress(ImportError):  # its factories say what is missing
-            importlib.import_module(name)
+    def load(names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.nullcontext() if name in FACTORY_MODULES else contextlib.suppress(ImportError):
+                importlib.import_module(name)  # factories say what is missing
+        gc.collect()
+
+    foreign = [name for name in sys.argv[1:] if not name.startswith(("geartrain.", "hostile."))]
+    load([*FOREIGN, *foreign])
+    gc.freeze()  # a collection in a fork is not to touch, and so copy, what is here
+    load([name for name in sys.argv[1:] if name not in foreign])
+    import hostile.scenarios
+
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     answers = os.fdopen(os.dup(1), "w")
-    gc.collect()
-    gc.freeze()  # a collection in a fork is not to touch, and so copy, what is here
     for line in sys.stdin:
         order = json.loads(line)
         prefix = f"hostile-{os.getpid()}"
@@ -115,6 +120,8 @@ def serve() -> dict[str, Any] | None:
                 os.close(read)
                 sys.stdin.close()
                 answers.detach()
+                if order["scenario"] not in hostile.scenarios.AT_EXIT:  # whose last collection is to reach geartrain
+                    gc.freeze()
                 return order
             os.close(write)
             code, hung = _wait(child, order["limit_s"])
@@ -169,11 +176,9 @@ def _remove(prefix: str) -> list[str]:
 
 def execute(order: dict[str, Any]) -> None:
     """Runs a scenario in this process, and tells the server what it found."""
-    from hostile.scenarios import AT_EXIT, SCENARIOS, Run
+    from hostile.scenarios import SCENARIOS, Run
     from hostile.subject import FACTORIES, NotViableError, Tools
 
-    if order["scenario"] in AT_EXIT:
-        gc.unfreeze()  # as in a process of its own, the last collection is to reach everything
     run = Run(FACTORIES[order["subject"]], Tools(order["prefix"], order["factor"]), order["seed"], order["rounds"])
     skipped = None
     try:
