@@ -59,8 +59,10 @@ def test_a_slow_shard_is_waited_for_and_a_stuck_one_is_not(
         close(loaded)
 
 
-@pytest.mark.parametrize("own_disks", [False, True])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("own_disks", "again"),
+    [(False, True), (True, False), *(pytest.param(each, each, marks=pytest.mark.slow) for each in (False, True))],
+)
 def test_a_rank_may_die_at_any_exchange_and_a_step_stays_restorable(
     store_name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_disks: bool, again: bool
 ) -> None:

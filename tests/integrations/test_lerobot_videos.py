@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from crossed import crossed
 from imports import imported, rows, store_name
 
 from geartrain.errors import ArgumentError, MissingDependencyError, SourceError
@@ -43,8 +44,7 @@ def check(found: list[dict[str, Any]], cameras: dict[str, int], lengths: list[in
         at += len(numbers)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("codec", "threads"), crossed(list(CODECS), [1, 3]))
 def test_episodes_are_cut_from_a_video_to_the_frame(codec: str, threads: int, tmp_path: Path) -> None:
     write_dataset(tmp_path, LENGTHS, ["top"], codec=codec)
     with imported(tmp_path, threads=threads) as store:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tagged
+from crossed import crossed
 from device_batches import check_same, filled_store
 from recorded_shards import Episodes
 from replay_calls import replay_of
@@ -226,8 +227,7 @@ def test_a_pass_that_loses_rows_has_those_that_are_left(store_name: Callable[[],
         check_same(gt.fetch(store, batch.keys), dataclasses.replace(batch, step=None, probability=None), {}, packed)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("path", ["gather", "copy", "staged"])
+@pytest.mark.parametrize(("path", "packed"), crossed(["gather", "copy", "staged"], [False, True]))
 def test_rows_whose_last_sample_another_draw_had_are_drawn_again(
     store_name: Callable[[], str], path: Any, packed: bool
 ) -> None:
@@ -332,8 +332,7 @@ def test_a_batch_that_is_kept_is_never_overwritten(store: gt.Store) -> None:
             check_same(host, landed, {}, False)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("path", ["gather", "copy", "staged"])
+@pytest.mark.parametrize(("path", "packed"), crossed(["gather", "copy", "staged"], [False, True]))
 def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], str], path: Any, packed: bool) -> None:
     device = SimulatedDevice(2)
     done = threading.Event()

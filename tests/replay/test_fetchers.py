@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crossed import crossed
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
@@ -48,9 +49,7 @@ def same(a: gt.Batch, b: gt.Batch) -> None:
         assert each.probability is each.importance_weights is each.step is each.draw is each.cu_seqlens is None
 
 
-@pytest.mark.parametrize("output", ["numpy", "torch"])
-@pytest.mark.parametrize("window", [None, 1, 3, 7])
-@pytest.mark.parametrize("pad", ["left", "right"])
+@pytest.mark.parametrize(("window", "pad", "output"), crossed([None, 1, 3, 7], ["left", "right"], ["numpy", "torch"]))
 def test_rows_are_those_of_the_way_with_arguments_that_no_fetcher_takes(
     store: gt.Store, output: Any, window: int | None, pad: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from crossed import crossed
 from replay_calls import replay_of
 
 import geartrain as gt
@@ -400,9 +401,10 @@ def test_a_fetch_fills_the_callers_arrays_with_the_steps_of_offsets():
 # --- the first step of a window ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [None, 4, gt.Windows(4, anchor="first"), gt.Windows(3, whole=True)], ids=str)
-@pytest.mark.parametrize("pad", ["left", "right"])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("window", "pad", "shared"),
+    crossed([None, 4, gt.Windows(4, anchor="first"), gt.Windows(3, whole=True)], ["left", "right"], [False, True]),
+)
 def test_fields_may_have_the_first_step_of_their_window_alone(window, pad, shared):
     made = Rows(np.random.default_rng(10), 40, shared=shared)
     options = {"window": window, "pad": pad, "output": "numpy"}

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from crossed import crossed
 from recorded_shards import alone, over_ranks, same
 from replay_calls import replay_of
 from scipy import stats
@@ -88,9 +89,7 @@ def one_pass(store, **options):
 VIEWS = [(1, 1), (1, 3), (3, 1), (3, 4)]
 
 
-@pytest.mark.parametrize("share_rows", [False, True])
-@pytest.mark.parametrize("publish_every", [None, 1])
-@pytest.mark.parametrize(("n_step", "frames"), VIEWS)
+@pytest.mark.parametrize(("n_step", "frames", "publish_every", "share_rows"), crossed(VIEWS, [None, 1], [False, True]))
 def test_a_pass_has_each_step_once_with_its_whole_stack_and_sum(n_step, frames, publish_every, share_rows):
     rng = np.random.default_rng(n_step + 10 * frames)
     overlap = n_step - 1 + frames - 1 + int(rng.integers(3))
@@ -105,9 +104,9 @@ def test_a_pass_has_each_step_once_with_its_whole_stack_and_sum(n_step, frames, 
         assert found == {(e, t): 1 for e, (rewards, _) in enumerate(episodes) for t in range(len(rewards))}
 
 
-@pytest.mark.parametrize("share_rows", [False, True])
-@pytest.mark.parametrize("per_step", [False, True])
-@pytest.mark.parametrize(("n_step", "frames"), [(1, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("n_step", "frames", "per_step", "share_rows"), crossed([(1, 2), (3, 2)], [False, True], [False, True], times=2)
+)
 def test_steps_are_drawn_alike_whether_rows_repeat_them_or_not(n_step, frames, per_step, share_rows):
     options = {"priority_per": "step"} if per_step else {}
     view = gt.Transitions(n_step=n_step, frame_stack=frames, gamma=GAMMA)

@@ -6,6 +6,7 @@ import contextlib
 
 import numpy as np
 import pytest
+from crossed import crossed
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, FieldError, SchemaError, SourceError
@@ -128,8 +129,9 @@ def check_batch(batch, known, n_step, stack, max_length):
         assert not after[i, : stack - ahead].any()
 
 
-@pytest.mark.parametrize("mode", ["next_step", "same_step", "disabled"])
-@pytest.mark.parametrize(("n_step", "stack"), [(1, 1), (1, 3), (3, 1), (5, 4)])
+@pytest.mark.parametrize(
+    ("n_step", "stack", "mode"), crossed([(1, 1), (1, 3), (3, 1), (5, 4)], ["next_step", "same_step", "disabled"])
+)
 def test_transitions_are_those_of_a_slow_reference(mode, n_step, stack):
     with make_store() as store:
         episodes = record(store, mode, 120, seed=n_step, publish_every=(None, 2)[stack > 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from crossed import crossed
 from replay_calls import replay_of
 from scipy import stats
 from selection_reference import ROW_STREAM, WINDOW_STREAM, below, random_bits
@@ -104,10 +105,12 @@ def check(batch, rows, n_step, gamma, frame_stack):
         assert np.array_equal(batch.mask[i], wanted["mask"])
 
 
-@pytest.mark.parametrize("over", ["rows", "steps"])
 @pytest.mark.parametrize(
-    ("n_step", "gamma", "frame_stack", "truncated"),
-    [(1, 0.99, 1, True), (3, 0.9, 1, False), (5, 0.99, 4, True), (1, 1.0, 3, False), (9, 0.5, 2, True)],
+    ("n_step", "gamma", "frame_stack", "truncated", "over"),
+    crossed(
+        [(1, 0.99, 1, True), (3, 0.9, 1, False), (5, 0.99, 4, True), (1, 1.0, 3, False), (9, 0.5, 2, True)],
+        ["rows", "steps"],
+    ),
 )
 def test_every_transition_is_what_its_episode_says(over, n_step, gamma, frame_stack, truncated):
     rng = np.random.default_rng(n_step)

@@ -144,7 +144,7 @@ def test_a_callback_about_a_lost_peer_may_raise_anything(nodes, capfd) -> None:
 def test_replies_to_futures_that_nobody_keeps_are_dropped(nodes) -> None:
     client, _ = nodes
     calls = client.client("server").calls
-    for number in range(3000):  # more than may be open at once
+    for number in range(1500):  # more than may be open at once
         client.call_async("server", "hostile-nodes.twice", number)
     assert client.call("server", "hostile-nodes.twice", 1) == 2
     gc.collect()

@@ -11,6 +11,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from crossed import crossed
 from segments import Segment
 
 import geartrain as gt
@@ -121,10 +122,16 @@ def steps_of(store):
     return found
 
 
-@pytest.mark.parametrize("unit", ["rows", "steps"])
-@pytest.mark.parametrize(("share_rows", "overlap"), [(False, 0), (False, 2), (True, 0)])
-@pytest.mark.parametrize("publish_every", [None, 1, 2])
-@pytest.mark.parametrize("mode", ["next_step", "same_step", "disabled"])
+@pytest.mark.parametrize(
+    ("mode", "publish_every", "share_rows", "overlap", "unit"),
+    crossed(
+        ["next_step", "same_step", "disabled"],
+        [None, 1, 2],
+        [(False, 0), (False, 2), (True, 0)],
+        ["rows", "steps"],
+        times=3,
+    ),
+)
 def test_no_step_of_a_discarded_episode_is_left_and_every_other_is_whole(
     mode, publish_every, share_rows, overlap, unit
 ):

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from crossed import crossed
 from recorded_steps import flags, rows_of, store_of
 
 import geartrain as gt
@@ -108,10 +109,19 @@ def record(envs, recorder, steps, rng, check=None):
     return completed
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 @pytest.mark.parametrize(
-    ("n", "longest", "max_length", "overlap", "publish_every"),
-    [(1, 6, 20, 0, None), (3, 9, 5, 0, None), (4, 12, 6, 3, 2), (16, 5, 4, 1, 1), (2, 1, 2, 0, 1), (5, 30, 8, 6, 3)],
+    ("n", "longest", "max_length", "overlap", "publish_every", "mode"),
+    crossed(
+        [
+            (1, 6, 20, 0, None),
+            (3, 9, 5, 0, None),
+            (4, 12, 6, 3, 2),
+            (16, 5, 4, 1, 1),
+            (2, 1, 2, 0, 1),
+            (5, 30, 8, 6, 3),
+        ],
+        MODES,
+    ),
 )
 def test_every_episode_is_recorded_as_it_happened(mode, n, longest, max_length, overlap, publish_every):
     made = [Wander(longest, seed) for seed in range(n)]

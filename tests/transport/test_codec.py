@@ -18,7 +18,7 @@ from geartrain.core.dtypes import DTYPES, numpy_dtype, torch_dtype
 from geartrain.errors import MessageError, UntrustedPeerError
 from geartrain.transport.codec import MAX_DEPTH, Message, decode, encode, pack
 
-QUICK = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def there_and_back(value: Any, **options: Any) -> Any:

@@ -57,7 +57,7 @@ def longest_pause_s(work: Callable[[], object]) -> float:
     return max(after - before for before, after in itertools.pairwise(times))
 
 
-@pytest.mark.parametrize("tag", [b"l", b"t"])
+@pytest.mark.parametrize("tag", [b"l", pytest.param(b"t", marks=pytest.mark.slow)])
 def test_another_thread_runs_while_millions_of_objects_are_decoded(tag):
     message, made = of_empty_lists(tag, 5_000_003), []
     pause_s = longest_pause_s(lambda: made.append(native_codec().decode(message)))
@@ -66,7 +66,7 @@ def test_another_thread_runs_while_millions_of_objects_are_decoded(tag):
     assert pause_s < 0.05, f"it stood for {pause_s:.3f} s of processor time"
 
 
-@pytest.mark.parametrize("tag", [b"b", b"y", b"B", b"Y"])
+@pytest.mark.parametrize("tag", [b"b", b"Y", *(pytest.param(each, marks=pytest.mark.slow) for each in (b"y", b"B"))])
 def test_another_thread_runs_while_long_bytes_are_copied(tag):
     content = bytes(range(256)) * 500_000
     if tag in b"BY":
@@ -80,7 +80,7 @@ def test_another_thread_runs_while_long_bytes_are_copied(tag):
     assert pause_s < 0.03, f"it stood for {pause_s:.3f} s of processor time"
 
 
-@pytest.mark.parametrize("tag", [b"l", b"t"])
+@pytest.mark.parametrize("tag", [pytest.param(b"l", marks=pytest.mark.slow), b"t"])
 def test_no_other_thread_finds_a_container_with_empty_places(tag):
     message = of_empty_lists(tag)
     kind = list if tag == b"l" else tuple
@@ -116,7 +116,7 @@ def test_no_other_thread_finds_a_container_with_empty_places(tag):
     assert all(gc.is_tracked(one) for one in made[:10])
 
 
-@pytest.mark.parametrize("cut", [1, 3])
+@pytest.mark.parametrize("cut", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_message_that_ends_within_its_millions_of_objects_is_refused(cut):
     whole = b"l" + struct.pack("<I", LISTS) + EMPTY_LIST * LISTS
     with pytest.raises(Exception, match="cannot be decoded"):
