@@ -73,7 +73,7 @@ fuzz: setup  # all native fuzzers under ASan and UBSan, so many executions toget
 	$(BIN)/python tests/support/fuzz_native.py --build build/fuzz-$$cxx --executions $(EXECUTIONS)
 
 # For example: make defects OPTIONS="--kind redraw", or "--list", or "--only mask-shifted --suites"
-defects: setup  # plants 40 known defects of the batch pipeline in a copy of the tree, one at a time: which test catches each
+defects: setup  # plants 60 known defects of batches, transport and collectives in a copy of the tree, one at a time: which test catches each
 	$(BIN)/python tests/defects/plant.py --json runs/defects.json $(OPTIONS)
 
 # The own tests of a project whose classes geartrain stands in for. SOURCE: an sdist, a wheel with tests, a checkout;

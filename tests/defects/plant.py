@@ -5,7 +5,7 @@
 
 defects.toml has the defects: a file, the text that stands there, the text that takes its place, the tests to run, and
 the test that caught it (`caught_by`; "" where none did; absent where it was not run yet). suites.toml lists the tests
-that hold the batch pipeline bit for bit; `--suites` runs these instead of a defect's own.
+that hold the batch pipeline bit for bit; `--suites` runs these instead of the own ones of a defect of that pipeline.
 
 The copy is build/defects/tree, with the files of the working tree that git tracks or does not ignore. The working tree
 is never changed. The native module is built there, by ccache where that is installed, and only where a native file
@@ -39,8 +39,9 @@ SCRATCH = ROOT / "build" / "defects"
 TREE, NATIVE, REPORT = SCRATCH / "tree", SCRATCH / "native", SCRATCH / "report"
 CLEAN = SCRATCH / "clean"
 PYTHON = ROOT / ".venv" / "bin" / "python"
-KINDS = ("draw", "gather", "redraw", "updates")
-WHERE = ("one host", "ranks", "devices")
+BATCH_KINDS = ("draw", "gather", "redraw", "updates")  # those of the batch pipeline, which suites.toml holds
+KINDS = (*BATCH_KINDS, "transport", "collectives")
+WHERE = ("one host", "ranks", "devices", "peers")
 #: Longest test on an idle machine (a defect may have it wait for ever), longest run of a defect's tests, longest build:
 #: seconds.
 LONGEST_TEST_S, LONGEST_S, LONGEST_BUILD_S = 60, 900, 1800
@@ -138,6 +139,7 @@ def bring_up_to_date() -> None:
         capture_output=True,
         check=True,
         text=True,
+        errors="surrogateescape",  # names of files are bytes
     ).stdout
     names = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
     for name in names:
@@ -291,11 +293,11 @@ def record(results: Iterable[Result]) -> None:
 
 def table(results: Sequence[Result]) -> str:
     """What became of the defects, by kind."""
-    lines = [f"{'':8}  {'defects':>7}  {'caught':>6}  {'not caught':>10}  {'other':>5}"]
+    lines = [f"{'':11}  {'defects':>7}  {'caught':>6}  {'not caught':>10}  {'other':>5}"]
     for kind in KINDS:
         mine = [each.outcome for each in results if each.kind == kind]
         caught, missed = mine.count("caught"), mine.count("not caught")
-        lines.append(f"{kind:8}  {len(mine):7}  {caught:6}  {missed:10}  {len(mine) - caught - missed:5}")
+        lines.append(f"{kind:11}  {len(mine):7}  {caught:6}  {missed:10}  {len(mine) - caught - missed:5}")
     for each in results:
         if not each.good:
             was = f", was caught by {each.before}" if each.before else ""
@@ -310,7 +312,9 @@ def main() -> int:
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--where", nargs="+", choices=WHERE, default=WHERE)
     parser.add_argument("--missing", action="store_true", help="only those whose entry has no `caught_by` yet")
-    parser.add_argument("--suites", action="store_true", help="run all tests of suites.toml for each; hours")
+    parser.add_argument(
+        "--suites", action="store_true", help="run all tests of suites.toml for each of the batch pipeline; hours"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to a file")
     parser.add_argument("--record", action="store_true", help="write the results to defects.toml")
     options = parser.parse_args()
@@ -328,7 +332,7 @@ def main() -> int:
     ]
     if options.list:
         for each in chosen:
-            print(f"{each.id:32} {each.kind:8} {each.where:9} {each.what}")
+            print(f"{each.id:32} {each.kind:11} {each.where:9} {each.what}")
         return 0
     bring_up_to_date()
     print("building the native module without a defect", flush=True)
@@ -337,7 +341,8 @@ def main() -> int:
     keep_clean_module()
     results: list[Result] = []
     for number, defect in enumerate(sorted(chosen, key=lambda each: each.native), 1):
-        tests = sorted({test for each in suites().values() for test in each}) if options.suites else defect.tests
+        of_suites = options.suites and defect.kind in BATCH_KINDS
+        tests = sorted({test for each in suites().values() for test in each}) if of_suites else defect.tests
         result = judge(defect, tests)
         results.append(result)
         print(

@@ -91,11 +91,14 @@ def test_many_threads_share_a_connection(pair: tuple[rpc.Node, rpc.Node]) -> Non
 
 def test_futures_callbacks_and_await(pair: tuple[rpc.Node, rpc.Node]) -> None:
     _, client = pair
-    done = threading.Event()
+    done, overtook = threading.Event(), threading.Event()
     gate.clear()
-    future = client.call_async("server", "pass_gate", timeout_s=patience(30))
+    future = client.call_async("server", "pass_gate_beside", timeout_s=patience(30))
     assert not future.done()
     future.add_done_callback(lambda f: done.set())
+    later = client.call_async("server", "add", 1, 1)
+    later.add_done_callback(lambda f: overtook.set())
+    assert overtook.wait(patience(5)) and later.result() == 2
     assert not done.is_set()
     gate.set()
     assert done.wait(patience(5))

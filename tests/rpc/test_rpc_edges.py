@@ -317,8 +317,13 @@ def test_a_call_to_a_dead_peer_is_a_lost_peer(transport: str | None, connected: 
     with rpc.Node("me", peers={"dies": address}, transport=transport, timeout_s=patience(20)) as me:
         if connected:
             assert me.call("dies", "geartrain.rpc.take", np.ones(1)) == 8
+            stop(process.pid)
+            pending, told = me.call_async("dies", "geartrain.rpc.take", np.ones(1)), threading.Event()
+            pending.add_done_callback(lambda _: told.set())
         process.kill()
         process.communicate()
+        if connected:
+            assert told.wait(patience(5)) and isinstance(pending.exception(), PeerLostError)
         until_s = time.monotonic() + patience(20)
         for ask in (me.call, me.tell, lambda *args: me.call_async(*args).result()):
             with pytest.raises(PeerLostError, match="'dies' is lost"):
@@ -338,13 +343,16 @@ def test_a_message_of_any_kind_ends_neither_the_connection_nor_the_server(pair: 
         for kind in (0, 2**32 - 1, 7):
             stranger.send(encode((("edge-same",), (1,), {})), kind=kind, tag=1)
         stranger.send(b"no value", kind=2, tag=2)
-        stranger.send(encode(("edge-same", (5,), {})), kind=2, tag=3)
+        stranger.send(encode(("edge-same", (np.datetime64("2026-01-01"),), {}), pickle=True), kind=2, tag=3)
+        stranger.send(encode((abs, (-1,), {}), pickle=True), kind=3, tag=4)
+        stranger.send(encode(("edge-same", (5,), {})), kind=2, tag=5)
         answers = {}
-        while 3 not in answers:
+        while 5 not in answers:
             answer = stranger.receive(timeout_s=patience(20))
             answers[answer.tag] = decode(answer)
-        assert answers[3] == 5
+        assert answers[5] == 5
         assert answers[2][0] == "MessageError"
+        assert answers[3][0] == answers[4][0] == "UntrustedPeerError"  # of who has no secret no pickle is read
     assert client.call("server", "edge-same", 6) == 6
 
 

@@ -315,6 +315,13 @@ def test_a_region_is_closed_with_its_last_reference_and_lets_go_of_its_memory(li
         theirs.expose(array, writable=True)
 
 
+def test_a_peer_that_says_nothing_is_kept_by_its_heartbeats(listener: Listener) -> None:
+    with transport.connect(listener.address, transport="tcp", peer_timeout_s=2.0) as mine, listener.accept() as theirs:
+        time.sleep(3.5)
+        theirs.send(b"still there")
+        assert mine.receive(timeout_s=patience(5)).header == b"still there"
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_a_stopped_peer_is_lost_though_nobody_waits_for_it(name: str) -> None:
     with transport.listen(peer_timeout_s=2.0) as listener:
