@@ -118,10 +118,11 @@ def test_tasks_that_do_not_fit_together_are_refused_with_what_to_write(tasks: An
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gt.Field(("tokens",), "int8", per_row=True), "takes no per_row"),
+        (lambda: gt.Field(("tokens",), "int8", per_row=True), "leave out per_row=True"),
         (lambda: gt.Field(("",), "int8"), "an axis has a name"),
         (lambda: gt.Field(("a" * 64,), "int8"), "1 to 63 bytes"),
-        (lambda: gt.Field((3, "tokens"), "int8"), "a shape is a whole number or several"),
+        (lambda: gt.Field((3, "tokens"), "int8"), r"begin with the name of one axis.*found \(3, 'tokens'\)"),
+        (lambda: gt.Field(("answers", "tokens"), "int8"), r"the name of one axis.*found \('answers', 'tokens'\)"),
         (lambda: gt.Field(("tokens", *range(1, 9)), "int8"), "at most 8 axes"),
         (lambda: gt.Field(("answers",), "int64", divides="tokens"), "'int32', divides='tokens'"),
         (lambda: gt.Field((), "int32", divides="tokens"), "one length for each item of another axis"),
