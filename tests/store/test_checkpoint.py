@@ -194,7 +194,8 @@ def test_a_checkpoint_that_is_damaged_anywhere_is_an_error_that_names_file_and_b
         whole = path.read_bytes()
         for at in range(0, len(whole), 5):
             path.write_bytes(whole[:at] if how == "cut" else whole[:at] + bytes([whole[at] ^ 0x11]) + whole[at + 1 :])
-            told = rf"{file} is damaged: block {at // 1000} " if how == "flipped" and file != names[0] else "ckpt"
+            flipped = rf"{file} is damaged: block {at // 1000} .*Load an older"
+            told = flipped if how == "flipped" and file != names[0] else "ckpt"
             with pytest.raises(CheckpointError, match=told), Checkpoint(tmp_path / "ckpt") as damaged:
                 damaged.verify()
             if at % 500 == 0:

@@ -495,3 +495,13 @@ def test_no_claim_has_the_number_of_a_row_that_nobody_has_claimed() -> None:
             with store.claim("work") as claim:
                 numbers.add(int(claim._claims[0]))
         assert numbers == set(range(1, 1024))
+
+
+@pytest.mark.parametrize("call", ["append", "put"])
+def test_a_number_in_place_of_a_rows_values_is_refused_with_what_to_pass(call: str) -> None:
+    tasks = {"answer": gt.Task({"ids": gt.Field(("tokens",), "int32")}), "train": gt.Task(after="answer")}
+    with gt.Store.create({"x": gt.Field((), "int64")}, tasks=tasks, capacity=4, span_bytes=1 << 16) as store:
+        store.insert({"x": [1]})
+        (row,) = store.claim("answer")
+        with pytest.raises(SchemaError, match=r"'ids'.*: pass a list or an array$"):
+            getattr(row, call)(ids=1)

@@ -128,9 +128,9 @@ def _unknown_dtype(dtype: object) -> str:
         found = None
     if (isinstance(dtype, str) and dtype in ("bytes", "str", "object")) or (found is not None and found.kind in "SUO"):
         return (
-            f"{refused}. Text, bytes and objects have no fixed size: keep them as Field((n,), 'uint8', per_row=True), "
-            f"n bytes at most, beside Field((), 'uint32', per_row=True) for how many there are; or, where they are all "
-            f"that a row holds, as Field((), 'uint8') with max_length=n, and the row's length says how many"
+            f"{refused}. Text, bytes and objects have no fixed size: geartrain.Text() and geartrain.Bytes() are their "
+            f"fields, in a store whose rows have no steps. In rows of steps keep up to n bytes as "
+            f"Field((n,), 'uint8', per_row=True), and their number as Field((), 'uint32', per_row=True)"
         )
     if found is not None and found.names:
         return f"{refused}. A field holds numbers of one type: make a field of each of {', '.join(found.names)}"

@@ -91,7 +91,7 @@ class Field:
         axis, per_row = None, check_flag("per_row", per_row)
         if isinstance(shape, tuple | list) and shape and isinstance(shape[0], str):
             axis, shape = check_label("an axis", shape[0]), tuple(shape[1:])
-        dims = _dims(shape)
+        dims = _dims(shape, axis)
         most = MAX_DIMS if per_row else MAX_DIMS - 1
         if len(dims) > most:
             first = "" if per_row else f", one of them {'time' if axis is None else repr(axis)}"
@@ -222,13 +222,19 @@ def of_field(name: str, error: SchemaError) -> SchemaError:
     return type(error)(f"field {name!r}: {error}")
 
 
-def _dims(shape: Any) -> tuple[int, ...]:
-    """The axes of a shape that was given as one number, or as several in an order: a tuple, an array, an iterator."""
+def _dims(shape: Any, axis: str | None) -> tuple[int, ...]:
+    """The numbers of a shape, behind its named axis: one number, or several in an order (tuple, array, iterator)."""
     unordered = isinstance(shape, str | bytes | bytearray | Mapping | set | frozenset)
     one = unordered or getattr(shape, "ndim", 1) == 0 or not hasattr(shape, "__iter__")
     try:
         return tuple(check_whole("an axis", n) for n in ((shape,) if one else shape))
     except (ArgumentError, TypeError):
+        if axis is not None or (isinstance(shape, tuple | list) and any(isinstance(n, str) for n in shape)):
+            whole = tuple(shape) if axis is None else (axis, *shape)
+            raise SchemaError(
+                f"a shape may begin with the name of one axis, and whole numbers follow, such as "
+                f"('images', 3, 224, 224); found {shown(whole)}"
+            ) from None
         raise SchemaError(
             f"a shape is a whole number or several, such as (84, 84, 4), or () for a scalar; found {shown(shape)}"
         ) from None

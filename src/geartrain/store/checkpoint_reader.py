@@ -352,7 +352,8 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
                 if got != size or zlib.crc32(piece) != crc:
                     raise CheckpointError(
                         f"{self.directory / name} is damaged: "
-                        f"block {number} (bytes {at} to {at + size - 1}) is the first bad one"
+                        f"block {number} (bytes {at} to {at + size - 1}) is the first bad one. "
+                        f"Load an older checkpoint"
                     )
                 at += size
                 yield piece

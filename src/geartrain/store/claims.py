@@ -641,7 +641,7 @@ class Claim(
             plain = fields[name].axis is None and fields[name].kind == "array"
             rows[name] = _one_row(value) if plain else [value]
         known = {axis: column[i : i + 1] for axis, column in self._known(given).items()}
-        _, sources, lengths = collect(self._plan, rows, rows, n=1, known=known)
+        _, sources, lengths = collect(self._plan, rows, rows, n=1, known=known, how="pass a list or an array")
         return sources, lengths
 
     def _put_appended(self, i: int, given: Mapping[str, Any], timeout_s: float, durable: bool) -> bool:

@@ -396,7 +396,7 @@ class JournalDirectory:
                 if not last or synced_later(fd, segment.nbytes) > found.next_number:
                     raise JournalError(
                         f"{path} is damaged at byte {segment.nbytes}: a frame is broken, and later ones follow it. "
-                        f"`geartrain inspect {self.path}` shows what is before it"
+                        f"Load a checkpoint with Store.load, and give it a new directory as journal="
                     )
                 found.cut_bytes = size - segment.nbytes
                 if repair and segment.nbytes:
