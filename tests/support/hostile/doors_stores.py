@@ -99,7 +99,7 @@ def create_in_bytes(tools: Tools) -> Door:
     return created, {"name": tools.name(), "fields": LARGE, "capacity_bytes": 1 << 24, "reserve": False}
 
 
-@door("Store.create, with a journal", journal=path, journal_sync_s=SECONDS, journal_full=nothing)
+@door("Store.create, with a journal", journal=path, journal_sync_s=number(0, none=True), journal_full=choice(None))
 def create_with_a_journal(tools: Tools) -> Door:
     folder = tools.folder()
     given = {"journal": folder / "journal", "journal_sync_s": 1.0, "journal_full": "wait"}
@@ -130,7 +130,16 @@ def open_to_read(tools: Tools) -> Door:
     return gt.Store.open, {"name": there.name, "mode": "r", "trust": "user"}
 
 
-@door("Store.load", directory=nothing, name=path, journal=path, progress=flag, journal_sync_s=SECONDS, reserve=flag)
+@door(
+    "Store.load",
+    directory=nothing,
+    name=path,
+    journal=path,
+    progress=flag,
+    journal_sync_s=number(0, none=True),
+    journal_full=choice(None),
+    reserve=flag,
+)
 def load(tools: Tools) -> Door:
     with new_store(tools) as there:
         saved = there.save(tools.folder() / "checkpoint").path
