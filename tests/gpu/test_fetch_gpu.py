@@ -292,7 +292,7 @@ def test_the_pieces_of_a_batch_are_given_in_one_call(store: gt.Store) -> None:
         pytest.skip(f"the driver is of CUDA {version.value}")
     with gt.Replay(store, Uniform(seed=1), 64, device=DeviceOptions("cuda", path="copy")) as fast:
         fast.sample()
-        batches: Any = fast._builder.device._batches  # type: ignore[attr-defined]
+        batches: Any = fast._builder.source.device._batches  # type: ignore[attr-defined]
         assert batches.form == ("cuMemcpyBatchAsync_v2" if version.value >= 13000 else "cuMemcpyBatchAsync")
 
 

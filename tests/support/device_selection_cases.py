@@ -103,7 +103,7 @@ def copied_once_it_pays(name: str, device: Any) -> int:
                     return found
 
                 assert drawn(8) == [False] * 4 + [True] * 4
-                (mirror,) = fast._builder._mirrors.copies
+                (mirror,) = fast._builder.source._mirrors.copies
                 assert mirror.refreshed == 1
                 for changes in range(1, 4):
                     store.update_priorities(store.keys()[:3], np.full(3, changes))
@@ -130,16 +130,16 @@ def copied_once_it_pays(name: str, device: Any) -> int:
                     changing.sample()
                     assert changing.describe()[0]["select"] == "device"
                 with replay_of(store, Prioritized(seed=1), 2, **settings, device=on_device) as full:
-                    empty = full._builder.device.empty
+                    empty = full._builder.source.device.empty
 
                     def without_room(shape: Any, dtype: Any, empty: Any = empty) -> Any:
                         if shape == (8 * store.capacity,):
                             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
                         return empty(shape, dtype)
 
-                    full._builder.device.empty = without_room
+                    full._builder.source.device.empty = without_room
                     full.sample()
-                    full._builder.device.empty = empty
+                    full._builder.source.device.empty = empty
                     assert "no memory for a copy of 300 priorities" in full.describe()[0]["select"], full.describe()
         finally:
             priority_mirror.CPU_DRAW_NS, priority_mirror.LINK_GB_PER_S = kept
@@ -153,7 +153,7 @@ def followed_while_batches_are_drawn(name: str, device: Any) -> int:
         make_store(name) as store,
         gt.Replay(store, Prioritized(seed=1), 2, window=4, device=DeviceOptions(device, select="device")) as fast,
     ):
-        (mirror,) = fast._builder._mirrors.copies
+        (mirror,) = fast._builder.source._mirrors.copies
         for _ in range(30):
             fast.update_priorities(fast.sample().keys, rng.random(2))
         for _ in range(6):  # more than are drawn ahead
