@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,7 +87,9 @@ def test_what_is_unknown_is_refused_with_what_is_close(store: gt.Store, tmp_path
         call(store, tmp_path)
 
 
-def test_what_is_missing_is_told_with_what_there_is(store: gt.Store, tmp_path: Path) -> None:
+def test_what_is_missing_is_told_with_what_there_is(
+    store: gt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(StoreMissingError, match=rf"The stores here are .*{store.name}"):
         gt.Store.open("zzz")
     with weights.Publisher("pi", directory=tmp_path), pytest.raises(StoreMissingError, match="there are pi"):
@@ -94,6 +97,14 @@ def test_what_is_missing_is_told_with_what_there_is(store: gt.Store, tmp_path: P
     with counters.SharedCounters.create(store.name, 1, ["steps"]):
         with pytest.raises(StoreMissingError, match=f"there are .*{store.name}"):
             counters.SharedCounters.open("zzz")
+
+    monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))
+    for day in range(30):
+        left = tmp_path / f"geartrain.killed-{day:02}"
+        left.touch()
+        os.utime(left, (1e9 + day, 1e9 + day))
+    with pytest.raises(StoreMissingError, match=r"The stores here are killed-29, .*, killed-10 and 10 more"):
+        gt.Store.open("zzz")
 
 
 def test_nothing_is_meant_where_nothing_is_close() -> None:

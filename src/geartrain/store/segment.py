@@ -352,11 +352,20 @@ def _stores_here(wanted: str) -> str:
     if "/" in wanted:
         return ""
     hint = path_hint(wanted)
-    names = [path.name.removeprefix(_PREFIX) for path in leftovers(f"{_PREFIX}*")]
+    newest_first = sorted(leftovers(f"{_PREFIX}*"), key=_changed_at, reverse=True)
+    names = [path.name.removeprefix(_PREFIX) for path in newest_first]
     named = [name for name in names if not is_anonymous(name)]
     if not named:
         return f"{hint}. There is no store here"
     return f"{hint}. The stores here are {some_of(named)}{did_you_mean(wanted, named)}"
+
+
+def _changed_at(path: Path) -> float:
+    """When a file was last changed, in seconds; 0 if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _describe_existing(name: str, trust: Trust) -> str:
