@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.schema import Field
 from geartrain.store.checkpoint_format import ROW_RECORD
-from geartrain.store.journal_directory import JournalExtent, JournalContents, JournalDirectory, Segment
+from geartrain.store.journal_directory import JournalContents, JournalDirectory, JournalExtent, Segment
 from geartrain.store.journal_format import (
     BEGIN,
     GONE,
