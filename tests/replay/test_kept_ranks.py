@@ -18,6 +18,7 @@ from replay_calls import replay_of
 import geartrain as gt
 from geartrain.errors import NotEnoughRowsError
 from geartrain.replay.distributed.packed_rank_rows import PackedRankRows
+from geartrain.replay.sampler import StoreSampler
 from geartrain.selection import Fifo, Lifo, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
@@ -203,3 +204,26 @@ def test_a_strict_order_over_shards_waits_for_the_oldest_row_of_any_shard(shards
             batches, _, _ = over_ranks(stores, ranks, Fifo(strict=True), 6, look, prefetch=0, timeout_s=patience(20))
             late.join()
         assert [row["id"][0] for batch in batches for row in batch] == list(range(N))
+
+
+def test_a_row_that_is_finished_during_a_draw_in_strict_order_is_not_passed_over(
+    shards: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = shards(2, tasks=("answer",), finish=False)
+    held = stores[1].claim("reward", 2)  # the first two rows of the second shard
+    for store in stores:
+        packed_rows.claimed_rows(store, TASKS, grpo.work)
+    first_open, finished = StoreSampler.first_open, threading.Event()
+
+    def finishes(self: StoreSampler, n: int) -> int:
+        if self.plan.store is stores[1] and not finished.is_set():
+            finished.set()
+            grpo.work(stores[1], "reward", held)
+            for store in stores:
+                packed_rows.claimed_rows(store, TASKS, grpo.work)
+                store.finish()
+        return first_open(self, n)
+
+    monkeypatch.setattr(StoreSampler, "first_open", finishes)
+    batches, _, _ = over_ranks(stores, 2, Fifo(strict=True), 6, prefetch=0, timeout_s=patience(20))
+    assert finished.is_set() and [row["id"][0] for batch in batches for row in batch] == list(range(N))
