@@ -97,9 +97,10 @@ class RankOptions(Options):
     Args:
         group: a `torch.distributed` process group (data parallel), or a `RankGroup`.
         mesh: the same with pipeline and tensor parallelism: a `DeviceMesh` with dimensions named dp, pp and tp, a
-            DeepSpeed grid or topology, or an object with the usual mpu methods.
-        inputs, targets: fields for the first and the last pipeline stage, instead of `fields`. A rank that is both gets
-            both.
+            DeepSpeed grid or topology, or an object with the usual mpu methods. Of a store with axes all ranks of a
+            replica get the same rows, with all fields.
+        inputs, targets: fields for the first and the last pipeline stage, instead of `fields`; not for stores with
+            axes. A rank that is both gets both.
         assignment: "local_first" prefers rows of the rank's own host, "ordered" gives replica i the i-th slice of the
             global batch.
         balance: for stores with axes: the name of an axis, such as "tokens". Every rank then gets whole rows with about
