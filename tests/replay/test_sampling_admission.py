@@ -80,7 +80,7 @@ def test_a_mixture_gives_back_what_its_other_stores_have_admitted(
 
 def test_a_wait_for_another_stores_limiter_that_ends_in_vain_gives_back(stores: list[gt.Store]) -> None:
     first, last = stores
-    last.limiter.set(min_size_to_sample=10 * ROWS)
+    last.limiter.set(min_size_to_sample=4 * ROWS)
     with mixed(stores, timeout_s=0.02) as replay:
         for _ in range(6):
             with pytest.raises(WaitTimeoutError):
@@ -92,7 +92,7 @@ def test_a_wait_for_another_stores_limiter_that_ends_in_vain_gives_back(stores: 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_close_beside_a_wait_for_another_stores_limiter_gives_back(stores: list[gt.Store], prefetch: int) -> None:
     first, last = stores
-    last.limiter.set(min_size_to_sample=10 * ROWS)
+    last.limiter.set(min_size_to_sample=4 * ROWS)
     replay = mixed(stores, prefetch=prefetch)
     ended: list[BaseException] = []
 
@@ -308,7 +308,7 @@ def test_ranks_whose_wait_for_a_limiter_ends_in_vain_give_back_what_the_others_h
     shards = [sharded_stores(2), sharded_stores(2)]
     for store in [*shards[0], *shards[1]]:
         store.limiter.set(min_size_to_sample=1)
-    shards[1][0].limiter.set(min_size_to_sample=10_000)
+    shards[1][0].limiter.set(min_size_to_sample=shards[1][0].capacity)
     selection = Mixture([0.5, 0.5], [Uniform(seed=1), Uniform(seed=2)])
 
     def body(rank: ThreadRankGroup) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,50 @@ def test_arguments_that_make_no_journal_are_refused(tmp_path: Path, wrong: dict[
     with pytest.raises(ArgumentError):
         gt.Store.create(tagged.FIELDS, max_length=8, capacity=4, **{"journal": tmp_path / "journal", **wrong})
     assert not (tmp_path / "journal").exists()
+
+
+def _flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda file: _flip(file, -100), "segment-00000001.bin is damaged at byte "),
+        (lambda file: _flip(file, 0), "segment-00000001.bin is damaged at byte 0"),
+        (lambda file: os.truncate(file, 0), "segment-00000001.bin is damaged at byte 0"),
+        (lambda file: os.truncate(file, file.stat().st_size - 64), "segment-00000001.bin is damaged at byte "),
+        (Path.unlink, "segment-00000001.bin is missing"),
+        (lambda file: (file.parent / "journal.json").unlink(), "journal.json is missing"),
+    ],
+)
+def test_damage_to_all_that_a_closed_store_wrote_is_an_error_and_changes_nothing(
+    tmp_path: Path, harm: Callable[[Path], None], says: str
+) -> None:
+    with create(tmp_path) as store:
+        tagged.insert(store, [1])
+    harm(tmp_path / "segment-00000001.bin")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(JournalError, match=f"{says}.*[Pp]ut the file back.*load a checkpoint"):
+        create(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_end_that_a_crash_cut_is_dropped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = create(tmp_path / "journal")
+    tagged.insert(store, [1])
+    store.sync_journal()
+    tagged.insert(store, [2])
+    store.sync_journal()
+    shutil.copytree(tmp_path / "journal", tmp_path / "crashed")
+    store.close()
+    file = tmp_path / "crashed" / "segment-00000001.bin"
+    _flip(file, -100)
+    with create(tmp_path / "crashed") as again:
+        assert tags(again) == [1]
+    assert f"{file} ends with " in caplog.text and "unfinished write" in caplog.text
 
 
 def test_a_manifest_that_the_disk_cannot_read_is_named(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ import geartrain.store.journal_writer as journal_writer_module
 from geartrain.errors import JournalError
 from geartrain.store.journal import fill
 from geartrain.store.journal_directory import JournalDirectory
+from geartrain.store.journal_format import frames
 from geartrain.store.saved_parts import PART
 
 Kind = pytest.mark.parametrize("kind", [Plain, Tasked])
@@ -62,11 +63,12 @@ def test_every_prefix_of_the_bytes_of_a_pass_restores_what_was_whole_before(
     journaled.begin()
     journaled.run_pass()
     path = journaled.directory.segment_path(1)
-    synced = path.stat().st_size
+    synced, manifest = path.stat().st_size, (path.parent / "journal.json").read_bytes()
     journaled.go_on()
     journaled.run_pass(priorities=True)
     now = journaled.now()
     journaled.close()
+    (path.parent / "journal.json").write_bytes(manifest)
     seen: list[Content] = []
     for size in range(path.stat().st_size, synced - 1, -1):
         with path.open("r+b") as file:
@@ -178,29 +180,54 @@ def test_a_frame_that_was_on_the_disk_and_is_damaged_is_an_error(plain: Plain) -
     data = path.read_bytes()
     place = data.index(np.float32(1001).tobytes())  # of the second row
     path.write_bytes(data[:place] + b"\xff" + data[place + 1 :])
-    with pytest.raises(JournalError, match=r"segment-00000001\.bin is damaged at byte \d+.*Load a checkpoint"):
+    with pytest.raises(JournalError, match=r"segment-00000001\.bin is damaged at byte \d+.*load a checkpoint"):
         plain.read(path.parent)
-    # The last frame may be what a power cut leaves.
-    path.write_bytes(data[:-100] + b"\xff" + data[-99:])
+    # The last frame may be what a power cut leaves, as long as nothing says that it was on the disk.
+    path.write_bytes(torn := data[:-100] + b"\xff" + data[-99:])
     found, contents = plain.read(path.parent)
     assert contents.cut_bytes > 0 and len(found) == 2
+    path.write_bytes(data)
+    plain.run_pass(priorities=True)
+    path.write_bytes(torn)
+    with pytest.raises(JournalError, match=r"segment-00000001\.bin is damaged at byte \d+.*load a checkpoint"):
+        plain.read(path.parent)
 
 
-def test_a_missing_segment_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["first", "second", "last", "all"])
+def test_a_missing_segment_is_an_error(tmp_path: Path, which: str) -> None:
     plain = Plain(tmp_path / "journal", segment_bytes=300)
-    for _ in range(8):
+    for _ in range(40):
         plain.insert(1)
         plain.run_pass()
     plain.close()
     numbers = plain.directory.numbers()
-    assert len(numbers) > 2
-    plain.directory.segment_path(numbers[1]).unlink()
-    with pytest.raises(JournalError, match="is missing"):
+    assert len(numbers) > 4 and plain.writer.segments_removed > 0
+    gone = {"first": numbers[:1], "second": numbers[1:2], "last": numbers[-1:], "all": numbers}[which]
+    for number in gone:
+        plain.directory.segment_path(number).unlink()
+    with pytest.raises(JournalError, match=f"segment-{gone[-1]:08d}.bin is missing.*load a checkpoint"):
         plain.read(plain.directory.path)
 
 
+def test_a_segment_that_was_cut_between_two_frames_is_named(tmp_path: Path) -> None:
+    plain = Plain(tmp_path / "journal", segment_bytes=600)
+    for _ in range(8):
+        plain.insert(1)
+        plain.run_pass()
+    plain.close()
+    path = plain.directory.segment_path(1)
+    with path.open("rb") as file:
+        ends = [frame.offset for frame in frames(file.fileno(), blocks=False, verify=True, first=None)]
+    with path.open("r+b") as file:
+        file.truncate(ends[-1])
+    with pytest.raises(JournalError, match=rf"00000001\.bin is damaged at byte {ends[-1]}: .* next file begins with"):
+        plain.read(path.parent)
+
+
 @Kind
-@pytest.mark.parametrize("operation", ["write", "sync", "create", "sync_directory", "remove", "truncate"])
+@pytest.mark.parametrize(
+    "operation", ["write", "sync", "create", "sync_directory", "remove", "truncate", "put_manifest"]
+)
 def test_an_operation_that_fails_takes_its_pass_back_and_the_next_pass_makes_up_for_it(
     tmp_path: Path, kind: type[Journaled], operation: str
 ) -> None:

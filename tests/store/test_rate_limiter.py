@@ -60,6 +60,29 @@ def test_nothing_is_drawn_before_the_minimum_can_be_selected(store):
         assert replay.sample()["x"].shape == (2, 4, 2)
 
 
+@pytest.mark.parametrize(("unit", "most"), [("rows", 1000), ("steps", 4000)])
+def test_a_minimum_that_the_store_cannot_hold_is_refused_and_changes_nothing(store, unit, most):
+    store.limiter.set(min_size_to_sample=most, unit=unit)
+    with pytest.raises(ArgumentError, match=rf"min_size_to_sample={most + 1} .* at most {most} {unit}: .*capacity="):
+        store.limiter.set(min_size_to_sample=most + 1, unit=unit)
+    assert store.limiter.state().min_size_to_sample == most
+
+
+@pytest.mark.parametrize(
+    ("limit", "given", "says"),
+    [
+        (None, {"min_rows": 5}, "min_rows=5 .* at most 4 rows"),
+        (None, {"min_steps": 9}, "min_steps=9 .* at most 8 steps"),
+        (1, {}, "batch_size=6 .* at most 4 rows"),
+    ],
+)
+def test_a_replay_that_would_wait_for_more_than_its_store_holds_is_refused(limit, given, says):
+    fields = {"x": gt.Field((2,), "float32")}
+    with gt.Store.create(fields, max_length=2, capacity=4, max_times_sampled=limit) as few:
+        with pytest.raises(ArgumentError, match=says):
+            replay_of(few, Uniform(seed=0), batch_size=6, **given)
+
+
 def test_an_error_tells_slow_writers_from_none(store):
     """Whether a longer timeout helps: by what came while the wait lasted, and not before it."""
     store.limiter.set(samples_per_insert=2, min_size_to_sample=1000, error_buffer=8)

@@ -358,7 +358,7 @@ def _race(name: str, kind: str, rounds: int, seed: int) -> int:
     with tagged.create(name, **options) as living:
         tagged.insert(living, np.arange(6))
         if kind == "waits":
-            living.limiter.set(min_size_to_sample=1000)
+            living.limiter.set(min_size_to_sample=living.capacity)
         for _ in range(rounds):
             wrong = _close_beside(gt.Store.open(name), one, 2, choose.random() * 0.002)
             problems = living.audit()
@@ -506,7 +506,7 @@ import geartrain as gt
 name, what = sys.argv[1:]
 store = gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=512)
 if what == "limiter":
-    store.limiter.set(min_size_to_sample=1000)
+    store.limiter.set(min_size_to_sample=512)
 started = threading.Event()
 
 def use():

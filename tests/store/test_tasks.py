@@ -162,7 +162,7 @@ def test_an_insert_larger_than_all_spans_is_refused_at_once(store: gt.Store) -> 
 
 def test_inserts_are_counted_by_the_limiter_and_given_back_where_they_fail() -> None:
     with grpo.new_store(capacity=2) as store:
-        store.limiter.set(min_size_to_sample=10)
+        store.limiter.set(min_size_to_sample=2)
         grpo.insert(store, range(2))
         with pytest.raises(WaitTimeoutError):
             store.insert({"prompt": [[1]], "id": [1]}, timeout_s=0.01)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from geartrain.store.journal_directory import Disk
 
@@ -77,6 +78,12 @@ class RecordingDisk(Disk):
         for file in self.files.values():
             file.named = True
 
+    def put_manifest(self, path: Path, content: dict[str, Any]) -> None:
+        self.before("put_manifest")
+        super().put_manifest(path, content)
+        written = path.read_bytes()
+        self.files[path.name] = File(written, bytearray(written), True)  # the old one or the new one at any time
+
     # --- what a power cut leaves ----------------------------------------------------------------------------
 
     def unsynced_pages(self, page: int) -> list[tuple[str, int]]:
@@ -128,7 +135,7 @@ class RecordingDisk(Disk):
 
 
 def put(image: dict[str, bytes], path: Path) -> None:
-    """Makes the segment files of a directory those of an image."""
+    """Makes the segment files of a directory, and its manifest if it was written anew, those of an image."""
     for old in path.glob("segment-*.bin"):
         if old.name not in image:
             old.unlink()

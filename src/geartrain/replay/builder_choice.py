@@ -55,7 +55,12 @@ def open_builder(
     def make() -> list[StoreSampler]:
         return make_samplers(stores, selection, config)
 
+    def check_reachable(samplers: list[StoreSampler]) -> None:
+        for sampler in samplers:
+            sampler.check_reachable("batch_size" if config.min_rows is None else "min_rows")
+
     def local(samplers: list[StoreSampler], lag: int | None, group: RankGroup | None) -> BatchBuilder:
+        check_reachable(samplers)
         if packed:
             check_room([room_of(store) for store in stores], config)
         rows = LocalRows(samplers, selection, config.batch_size, lag, config.extra_lag, group)
@@ -67,7 +72,9 @@ def open_builder(
         if config.update_lag is None:
             from geartrain.replay.device.device_rows import DeviceRows
 
-            on_device = DeviceRows(make(), selection, config.batch_size, config.device)
+            samplers = make()
+            check_reachable(samplers)
+            on_device = DeviceRows(samplers, selection, config.batch_size, config.device)
             return BatchBuilder(on_device), on_device.close
         group = SingleRank()  # a group of one, whose updates wait as those of any group
     from geartrain.replay.distributed.lagged_rows import LaggedRows, check_lag

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from geartrain.errors import CallCancelledError, NotEnoughRowsError, StoreClosedError, WaitTimeoutError
 from geartrain.replay.admission import Admission
 from geartrain.replay.kept_rows import KeptRows
+from geartrain.store.rate_limiter import check_reachable
 from geartrain.store.store import Store
 
 # How often a wait for rows looks at the store.
@@ -74,6 +75,12 @@ class StoreWaits:
         self.stage = "idle"
         self._store = store
         self.expires = store.options["max_age_s"] is not None and not store.read_only
+
+    def check_reachable(self, rows: str) -> None:
+        """Raises `ArgumentError` if the store can never have so many rows, which the argument `rows` says, or steps."""
+        store = self._store
+        check_reachable(rows, self.min_rows, "rows", store.capacity)
+        check_reachable("min_steps", self.min_steps, "steps", store.capacity * store.max_length)
 
     def wait_to_draw(self, n: int, admission: Admission) -> None:
         """Waits for rows, and until the rate limiter lets so many be drawn; raises what either raises."""

@@ -2,18 +2,20 @@
 
 A process must hold the lock of `journal.lock` to write a journal or to restore from it. The kernel drops the lock when
 the process dies. `contents` combines all frames into one result. A power cut can leave an incomplete frame at the end
-of the last segment. The next writer cuts it off before it appends anything.
+of the last segment. The next writer cuts it off before it appends anything. The manifest says which segments and frames
+are on the disk (`Extent`), so what is missing of them is damage.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 import geartrain.core.locks as locks
 from geartrain.core.arguments import shown
-from geartrain.core.json_values import entry, read_object
+from geartrain.core.json_values import entry, read_object, whole_entry
 from geartrain.core.schema import Field, fields_of_stored
 from geartrain.core.shared_files import listed, naming_errors
 from geartrain.core.tasks import RowPlan, plan_difference
@@ -55,6 +57,7 @@ from geartrain.store.journal_format import (
     VERSION,
     Frame,
     begin_of,
+    first_number,
     frames,
     state_of,
     synced_later,
@@ -71,6 +74,8 @@ _SAME = ("capacity", "priority_fraction_bits", "priority_per", "new_priority")
 _MOST_SEQUENCES = 2**63
 #: Bytes of parts that are read at once, unless one has more.
 _READ_BYTES = 32 << 20
+_REMEDY = "Put the file back from a copy, or load a checkpoint with Store.load, and give it a new directory as journal="
+_log = logging.getLogger(__name__)
 
 
 class Disk:
@@ -108,6 +113,10 @@ class Disk:
         """Flushes the names in a directory to disk."""
         sync_directory(path)
 
+    def put_manifest(self, path: Path, content: dict[str, Any]) -> None:
+        """Replaces a journal's manifest at once, on the disk as well."""
+        put_json(path, content, path.with_name(f".{path.name}"))
+
 
 #: Of a frame's rows, and of rows whose steps have other priorities.
 _Readers = tuple[
@@ -123,6 +132,20 @@ class Segment:
     number: int
     nbytes: int = 0
     rows: int = 0
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What the manifest says is on the disk; there may be more.
+
+    Attributes:
+        oldest, newest: numbers of the first and the last segment file.
+        synced: number of the first frame that may be missing.
+    """
+
+    oldest: int
+    newest: int
+    synced: int
 
 
 @dataclass
@@ -220,6 +243,11 @@ class JournalDirectory:
         taken = False
         try:
             taken = locks.take(self._lock_fd, locks.EXCLUSIVE, 0)
+            if taken:  # the process that had it may have noted something
+                self._manifest = _read_manifest(self.path)
+        except BaseException:
+            taken = False
+            raise
         finally:
             if not taken:
                 self.unlock()
@@ -243,9 +271,14 @@ class JournalDirectory:
             self.options["span_bytes"] = options["span_bytes"]
             self._note(options={**self._manifest["options"], "span_bytes": options["span_bytes"]})
 
+    def note_extent(self, extent: Extent | None) -> None:
+        """Notes what is on the disk, before a segment is removed and after one was added. As `note_later`."""
+        self._note(extent=None if extent is None else asdict(extent))
+
     def _note(self, **entries: Any) -> None:
-        self._manifest = {**self._manifest, **entries}
-        put_json(self.path / MANIFEST, self._manifest, self.path / f".{MANIFEST}")
+        manifest = {**self._manifest, **entries}
+        self.disk.put_manifest(self.path / MANIFEST, manifest)
+        self._manifest = manifest
 
     @contextmanager
     def filling(self, store: int) -> Iterator[None]:
@@ -291,6 +324,7 @@ class JournalDirectory:
 
     def clear(self) -> None:
         """Removes all segments, oldest first; the lock is held. Raises `OSError`."""
+        self.note_extent(None)
         for number in self.numbers():
             self.disk.remove(self.segment_path(number))
             self.disk.sync_directory(self.path)
@@ -312,7 +346,8 @@ class JournalDirectory:
         for before, after in itertools.pairwise(found):
             if after != before + 1:
                 raise JournalError(
-                    f"{self.segment_path(before + 1)} is missing, although segments {before} and {after} exist"
+                    f"{self.segment_path(before + 1)} is missing, although segments {before} and {after} exist. "
+                    f"{_REMEDY}"
                 )
         return found
 
@@ -350,32 +385,61 @@ class JournalDirectory:
             raise JournalError(
                 f"{self.path} has a capacity of {self.capacity:,} rows, which does not fit into memory"
             ) from None
-        numbers = self.numbers()
+        numbers, synced = self._numbers_there()
         for number in numbers:
-            self._read_segment(found, number, number == numbers[-1], verify, (on_rows, on_steps), repair)
+            self._read_segment(
+                found, number, synced if number == numbers[-1] else None, verify, (on_rows, on_steps), repair
+            )
         return found
+
+    def _numbers_there(self) -> tuple[list[int], int]:
+        """The numbers of the segment files, and that of the first frame that may be missing.
+
+        The journal's writer may add and remove segments meanwhile. It notes the end of the journal after it has added
+        one, and the beginning before it removes one.
+
+        Raises:
+            JournalError: a file is missing at the beginning or at the end.
+        """
+        before = _extent_of(_read_manifest(self.path))
+        numbers = self.numbers()
+        after = _extent_of(_read_manifest(self.path))
+        if before is None or after is None:
+            return numbers, 0
+        missing = None
+        if not numbers or numbers[-1] < before.newest:
+            missing = before.newest
+        elif numbers[0] > after.oldest:
+            missing = after.oldest
+        if missing is not None:
+            raise JournalError(
+                f"{self.segment_path(missing)} is missing: segments {after.oldest} to {before.newest} of the journal "
+                f"were on the disk. {_REMEDY}"
+            )
+        return numbers, before.synced
 
     def _read_segment(
         self,
         found: JournalContents,
         number: int,
-        last: bool,
+        synced: int | None,
         verify: bool,
         on: _Readers,
         repair: bool,
     ) -> None:
         with naming_errors("cannot read the journal's file", self.segment_path(number), JournalError):
-            self._read_named_segment(found, number, last, verify, on, repair)
+            self._read_named_segment(found, number, synced, verify, on, repair)
 
     def _read_named_segment(
         self,
         found: JournalContents,
         number: int,
-        last: bool,
+        synced: int | None,
         verify: bool,
         on: _Readers,
         repair: bool,
     ) -> None:
+        """Reads a segment file; `synced` of the last one: all frames with lower numbers were on the disk."""
         path = self.segment_path(number)
         segment = Segment(number)
         # Its writer may have removed it meanwhile.
@@ -383,7 +447,7 @@ class JournalDirectory:
         try:
             size = os.fstat(fd).st_size
             first = found.next_number if found.segments else None
-            for frame in frames(fd, blocks=on[0] is not None, verify=verify or last, first=first):
+            for frame in frames(fd, blocks=on[0] is not None, verify=verify or synced is not None, first=first):
                 if (frame.offset == 0) != (frame.kind == BEGIN):
                     raise JournalError(f"{path} is damaged at byte {frame.offset}: a frame is out of order")
                 self._apply(found, frame, path, number, on)
@@ -392,13 +456,18 @@ class JournalDirectory:
                 segment.rows += int(np.count_nonzero(frame.parts()["state"])) if frame.kind == PARTS else 0
                 found.next_number = frame.number + 1
                 found.next_sequence = max(found.next_sequence, frame.next_sequence)
+            if segment.nbytes < size or synced is not None:
+                self._check_end(found, segment, fd, first, synced)
             if segment.nbytes < size:
-                if not last or synced_later(fd, segment.nbytes) > found.next_number:
-                    raise JournalError(
-                        f"{path} is damaged at byte {segment.nbytes}: a frame is broken, and later ones follow it. "
-                        f"Load a checkpoint with Store.load, and give it a new directory as journal="
-                    )
                 found.cut_bytes = size - segment.nbytes
+                if repair:
+                    _log.warning(
+                        "%s ends with %d bytes of an unfinished write, from byte %d on. They are dropped. A crash "
+                        "leaves such an end, but damage to the last write looks the same",
+                        path,
+                        found.cut_bytes,
+                        segment.nbytes,
+                    )
                 if repair and segment.nbytes:
                     self.disk.truncate(fd, segment.nbytes)
         finally:
@@ -408,6 +477,22 @@ class JournalDirectory:
         elif repair:  # its first frame was being written
             self.disk.remove(path)
             self.disk.sync_directory(self.path)
+
+    def _check_end(
+        self, found: JournalContents, segment: Segment, fd: int, first: int | None, synced: int | None
+    ) -> None:
+        """Raises `JournalError` if frames are missing that were on the disk. Arguments as of `_read_named_segment`."""
+        if first is not None and not segment.nbytes and (begins := first_number(fd)) > first:
+            before = found.segments[-1]
+            raise JournalError(
+                f"{self.segment_path(before.number)} is damaged at byte {before.nbytes}: it ends with frame "
+                f"{first - 1}, but the next file begins with frame {begins}. {_REMEDY}"
+            )
+        if synced is None or max(synced, synced_later(fd, segment.nbytes)) > found.next_number:
+            raise JournalError(
+                f"{self.segment_path(segment.number)} is damaged at byte {segment.nbytes}: a frame that was on the "
+                f"disk is broken or missing there. {_REMEDY}"
+            )
 
     def _apply(
         self,
@@ -592,6 +677,8 @@ def make_journal(
     make_directory(path)
     if not (path / MANIFEST).exists():
         foreign = {entry.name for entry in path.iterdir()} - {LOCK, f".{MANIFEST}"}
+        if any(name.startswith("segment-") for name in foreign):
+            raise JournalError(f"{path / MANIFEST} is missing, although the journal's segments are there. {_REMEDY}")
         if "manifest.json" in foreign:
             raise JournalError(f"{path} is a checkpoint: Store.load restores it, also with a new directory as journal=")
         if foreign:
@@ -654,6 +741,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         entry({"origin": "", **manifest}, "origin", str)
         if not all(isinstance(each, str) for each in entry({"later": [], **manifest}, "later", list)):
             raise ValueError("later has an entry that is no text")
+        _extent_of(manifest)
         return manifest
     except (FileNotFoundError, NotADirectoryError) as error:
         raise JournalError(f"{directory} is not a journal: {error.strerror}") from None
@@ -661,6 +749,15 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise JournalError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise JournalError(f"{path} is damaged: {error}") from None
+
+
+def _extent_of(manifest: dict[str, Any]) -> Extent | None:
+    """What a manifest says is on the disk; None before the first pass. Raises `ValueError`."""
+    if manifest.get("extent") is None:
+        return None
+    extent = entry(manifest, "extent", dict)
+    names = ("oldest", "newest", "synced")
+    return Extent(*(whole_entry(extent, name, 1, _MOST_SEQUENCES) for name in names))
 
 
 _locked: weakref.WeakSet[JournalDirectory] = weakref.WeakSet()
@@ -673,4 +770,13 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-__all__ = ["Disk", "JournalContents", "JournalDirectory", "Segment", "is_journal", "is_journal_of", "make_journal"]
+__all__ = [
+    "Disk",
+    "Extent",
+    "JournalContents",
+    "JournalDirectory",
+    "Segment",
+    "is_journal",
+    "is_journal_of",
+    "make_journal",
+]

@@ -2,7 +2,7 @@
 
 A journal is a directory with these files:
 
-    journal.json          schema, limits, and the journal's id; written once, with its checksum
+    journal.json          schema, limits, the journal's id, and "extent"; replaced as a whole, with its checksum
     segment-00000001.bin  frames, one after the other, each at a multiple of 64 bytes; a new file about every 64 MB
     journal.lock          locked by the process that writes here (store/journal.py)
 
@@ -38,7 +38,9 @@ Frames are numbered without a gap.
 
 A frame's `synced` is the number of the first frame that was not yet on disk when this frame was written. It separates
 power cuts from damage. An unreadable frame normally ends the journal, as after a power cut. If a later frame says that
-the unreadable frame had reached the disk, the journal is damaged, and reading raises an error.
+the unreadable frame had reached the disk, the journal is damaged, and reading raises an error. So says the manifest:
+"extent" has the numbers of the oldest and the newest segment file, and of the first frame that may not be on disk
+("synced"). It is written when segments come and go, once a minute, and at the close.
 
 Segments are removed from the oldest on, so a row's removal never disappears before the row itself.
 """
@@ -63,7 +65,7 @@ from geartrain.store.checkpoint_format import ROW_RECORD
 from geartrain.store.saved_parts import PART, ROW
 
 FORMAT = "geartrain-journal"
-VERSION = 5
+VERSION = 6
 MAGIC = int.from_bytes(b"GTJRNL\x01\n", "little")
 ALIGNMENT = 64
 
@@ -210,6 +212,12 @@ def frames(fd: int, *, blocks: bool, verify: bool, first: int | None) -> Iterato
         offset += nbytes
 
 
+def first_number(fd: int) -> int:
+    """The number of a segment file's first frame; 0 if its header is not whole."""
+    header = _header_at(fd, 0, os.fstat(fd).st_size)
+    return 0 if header is None else int(header["number"])
+
+
 def synced_later(fd: int, offset: int) -> int:
     """The largest `synced` of all intact headers from an offset on; 0 if there are none."""
     size, most = os.fstat(fd).st_size, 0
@@ -324,6 +332,7 @@ __all__ = [
     "Frame",
     "begin_of",
     "block_shapes",
+    "first_number",
     "frame_parts",
     "frames",
     "state_of",

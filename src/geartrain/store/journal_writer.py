@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.schema import Field
 from geartrain.store.checkpoint_format import ROW_RECORD
-from geartrain.store.journal_directory import JournalContents, JournalDirectory, Segment
+from geartrain.store.journal_directory import Extent, JournalContents, JournalDirectory, Segment
 from geartrain.store.journal_format import (
     BEGIN,
     GONE,
@@ -103,12 +103,14 @@ class JournalWriter:
         self._steps = np.zeros(len(self._generations) if self._per_step else 0, np.uint64)  # sums; 0: not known
         self._segment_of = contents.segment_of
         self._segments = contents.segments
+        self._dead: list[int] = []  # numbers of segments that have no living row, and are to be removed
 
         self._number = self._synced = contents.next_number
         self._sequence = contents.next_sequence
         self._next_sequence = contents.next_sequence
         self._undo: list[tuple[NDArray[np.uint32], list[NDArray[Any]]]] = []
         self._fd = -1
+        self._extent: Extent | None = None  # as the manifest has it
         self._end = self._synced_end = 0
         self._broken = False
         self._again = np.zeros(0, np.uint32)  # to be appended although nothing is new about them
@@ -155,8 +157,9 @@ class JournalWriter:
     def run_pass(self, ticket: int, *, priorities: bool = False) -> bool:
         """Appends and flushes all changes, then reports requests up to `ticket` as being on disk.
 
-        With `priorities`, changed priorities are written as well. Returns False, and reports nothing, if rows were
-        being rewritten at every attempt to read them. The next pass begins with these rows.
+        With `priorities`, changed priorities are written as well, and the manifest says up to where frames are on disk.
+        Returns False, and reports nothing, if rows were being rewritten at every attempt to read them. The next pass
+        begins with these rows.
 
         Raises:
             OSError: the disk's; nothing of the pass counts.
@@ -175,6 +178,7 @@ class JournalWriter:
                 time.sleep(_LOOK_PAUSE_S)
                 left = self._append_news(False)
             self._sync()
+            self._note_extent(priorities)
             self._compact()
         except OSError:
             self._take_back()
@@ -498,6 +502,20 @@ class JournalWriter:
         self._go_back(self._began_at)
         self._broken = True
 
+    def _note_extent(self, frames: bool) -> None:
+        """Notes in the manifest which segments there are and, with `frames`, up to where they are on disk."""
+        segments = (self._segments[0].number, self._segments[-1].number)
+        noted = self._extent
+        if (
+            noted is not None
+            and (noted.oldest, noted.newest) == segments
+            and not (frames and noted.synced < self._synced)
+        ):
+            return
+        extent = Extent(*segments, self._synced)
+        self._directory.note_extent(extent)
+        self._extent = extent
+
     def _mend(self) -> None:
         """Cuts off the rest of a failed pass. Raises `OSError`."""
         if not self._broken:
@@ -535,12 +553,15 @@ class JournalWriter:
 
     def _remove_dead(self) -> None:
         while len(self._segments) > 1 and self._living[self._segments[0].number] == 0:
-            gone = self._segments[0]
-            self._disk.remove(self._directory.segment_path(gone.number))
-            self._disk.sync_directory(self._directory.path)  # one by one: no gap may be left
-            self._segments.pop(0)
-            self.segments_removed += 1
+            gone = self._segments.pop(0)
             del self._living[gone.number]
+            self._dead.append(gone.number)
+        self._note_extent(False)
+        while self._dead:
+            self._disk.remove(self._directory.segment_path(self._dead[0]))
+            self._disk.sync_directory(self._directory.path)  # one by one: no gap may be left
+            self._dead.pop(0)
+            self.segments_removed += 1
 
 
 # --- stores with axes, strings or tasks -----------------------------------------------------------------------------

@@ -147,7 +147,8 @@ class RateLimiter(Uncopied, elsewhere="its store can be pickled, and has it"):
             samples_per_insert: samples for each row inserted, on average; with `unit="steps"` for each step. A sample
                 is one row of a batch, whatever the batch shows of it: a transition is one sample. None enforces only
                 `min_size_to_sample`.
-            min_size_to_sample: samples wait until this many rows, or steps, are available; 1 by default.
+            min_size_to_sample: samples wait until this many rows, or steps, are available; 1 by default, and at most as
+                many as the store holds.
             error_buffer: how far either side may run ahead, in samples. A batch may have at most `2 * error_buffer -
                 samples_per_insert` rows. By default `min_size_to_sample * samples_per_insert`, plus ten inserts' worth;
                 with `unit="steps"`, plus that of ten of the longest rows.
@@ -165,8 +166,8 @@ class RateLimiter(Uncopied, elsewhere="its store can be pickled, and has it"):
         else.
 
         Raises:
-            ArgumentError: with this buffer neither side could ever move, a value is out of range, or the store has no
-                tasks and `in_flight` or `max_stale` is given.
+            ArgumentError: with these limits a side could never move, a value is out of range, or the store has no tasks
+                and `in_flight` or `max_stale` is given.
         """
         of_tasks = self._limits_of_tasks(in_flight, max_stale)
         alone = samples_per_insert is None and min_size_to_sample is None and error_buffer is None and afresh is None
@@ -178,8 +179,10 @@ class RateLimiter(Uncopied, elsewhere="its store can be pickled, and has it"):
         ratio = optional(check_real, "samples_per_insert", samples_per_insert, above=0) or 0.0
         check_whole("min_size_to_sample", min_size_to_sample, 1, 2**32)
         steps = check_choice("unit", unit, UNITS) == "steps"
+        about = self._native.describe()
+        rows_worth = int(about["max_length"]) if steps else 1
+        check_reachable("min_size_to_sample", min_size_to_sample, unit, int(about["capacity"]) * rows_worth)
         if error_buffer is None:
-            rows_worth = int(self._native.describe()["max_length"]) if steps else 1
             error_buffer = max(1.0, ratio) * (min_size_to_sample + 10 * rows_worth)
         elif samples_per_insert is None:
             leave_out("without samples_per_insert there is no lead to buffer", error_buffer=error_buffer)
@@ -321,6 +324,15 @@ class RateLimiter(Uncopied, elsewhere="its store can be pickled, and has it"):
         return f"{reason}; {meanwhile}. The store's rate limiter has {now}, {selectable} {now.unit} selectable"
 
 
+def check_reachable(name: str, least: int, unit: Unit, most: int) -> None:
+    """Raises `ArgumentError` if a store holds at most `most` rows or steps, and `least` are waited for."""
+    if least > most:
+        raise ArgumentError(
+            f"{name}={least} can never be reached, because the store holds at most {most} {unit}: give at most that, "
+            "or create the store with a larger capacity="
+        )
+
+
 def _checked(n: int, timeout_s: float = 0.0) -> tuple[int, float]:
     """How many rows, and for how long they wait."""
     if n.__class__ is int and 0 <= n <= 2**32 and timeout_s.__class__ is float and 0 <= timeout_s <= 1e9:
@@ -328,4 +340,4 @@ def _checked(n: int, timeout_s: float = 0.0) -> tuple[int, float]:
     return check_whole("the number of rows", n, 0, 2**32), timeout(timeout_s)
 
 
-__all__ = ["UNITS", "Limit", "LimiterState", "RateLimiter", "Unit"]
+__all__ = ["UNITS", "Limit", "LimiterState", "RateLimiter", "Unit", "check_reachable"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hostile.stores import new_store
+from hostile.stores import CAPACITY, STEPS, new_store
 from hostile.subject import Tools
 from hostile.values import SECONDS, SHORT_S, Door, choice, door, flag, number, whole
 
 
 @door(
     "RateLimiter.set",
-    min_size_to_sample=whole(1, 2**32, none=True),
+    min_size_to_sample=whole(1, CAPACITY * STEPS, none=True),
     error_buffer=number(1, none=True),
     unit=choice("rows", "steps"),
     afresh=lambda value: value is None or flag(value),

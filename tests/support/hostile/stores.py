@@ -176,7 +176,7 @@ def rate_limiter(tools: Tools) -> Subject:
     limiter.set(samples_per_insert=1, min_size_to_sample=2, error_buffer=100)
 
     def wait_to_sample() -> object:
-        limiter.set(min_size_to_sample=10_000)
+        limiter.set(min_size_to_sample=CAPACITY)
         while True:
             limiter.admit_samples(1, 60.0)
 
@@ -291,7 +291,7 @@ def replay(tools: Tools) -> Subject:
     one = replay_of(there, Prioritized(seed=1), 8, output="numpy", threads=1, timeout_s=60)
 
     def wait_for_rows() -> object:
-        there.limiter.set(min_size_to_sample=10_000)
+        there.limiter.set(min_size_to_sample=there.capacity)
         while True:
             one.sample()
 
@@ -304,7 +304,7 @@ def replay_without_prefetch(tools: Tools) -> Subject:
     one = replay_of(there, Uniform(seed=1), 8, output="numpy", threads=1, prefetch=0, timeout_s=60)
 
     def wait_for_rows() -> object:
-        there.limiter.set(min_size_to_sample=10_000)
+        there.limiter.set(min_size_to_sample=there.capacity)
         while True:
             one.sample()
 
@@ -317,7 +317,7 @@ def replay_of_a_closed_store(tools: Tools) -> Subject:
     one = replay_of(there, Prioritized(seed=1), 8, output="numpy", threads=1, timeout_s=60)
 
     def wait_for_rows() -> object:
-        there.limiter.set(min_size_to_sample=10_000)
+        there.limiter.set(min_size_to_sample=there.capacity)
         while True:
             one.sample()
 
