@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.extras import require
 from geartrain.errors import SourceError
 from geartrain.integrations.datasets.episode import (
     SLICE_BYTES,
@@ -34,7 +35,6 @@ from geartrain.integrations.datasets.episode import (
     choose,
     flags,
     reading,
-    require,
 )
 
 LOOKS_FOR = "an HDF5 file with observations, actions, rewards and terminals"
@@ -91,7 +91,7 @@ class D4rlSource(Source):
         self.name = str(path)
         if episode_steps is not None and episode_steps < 1:
             raise SourceError(f"episode_steps is {episode_steps}; it counts steps, from 1")
-        self._h5py = require("h5py", "hdf5", "Reading HDF5")
+        self._h5py = require("h5py", "geartrain[hdf5]", "Reading HDF5")
         with self._open() as file, reading(self.name, "D4RL's layout"):
             self._steps, found = self._columns(file)
             self._chosen = choose(

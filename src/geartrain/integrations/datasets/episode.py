@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,6 @@ from geartrain.errors import (
     ArgumentError,
     FieldError,
     GeartrainError,
-    MissingDependencyError,
     SchemaError,
     SourceError,
 )
@@ -435,20 +432,6 @@ def flags(place: str, values: Array, first: int = 0) -> Array:
             f"{len(wrong):,} are neither"
         )
     return values.astype(bool)
-
-
-def require(module: str, extra: str, purpose: str) -> ModuleType:
-    """An optional package, imported now.
-
-    Raises:
-        MissingDependencyError: it cannot be imported; carries the line that installs it.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingDependencyError(
-            f'{purpose} needs {module.partition(".")[0]} ({error}). Install it with: pip install "geartrain[{extra}]"'
-        ) from error
 
 
 def _listed(names: Collection[str]) -> str:

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.extras import require
 from geartrain.core.json_values import read_object
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, MissingDependencyError, ProcessDiedError, SourceError
-from geartrain.integrations.datasets.episode import require
 from geartrain.integrations.datasets.stored_rows import RowGroup
 from geartrain.integrations.datasets.writer import (
     DatasetWriter,
@@ -207,10 +207,10 @@ class MinariFile:
         repeat: bool,
         metadata: dict[str, Any],
     ) -> None:
-        storage = require("minari.dataset.minari_storage", "minari", "Writing Minari datasets").MinariStorage
+        storage = require("minari.dataset.minari_storage", "geartrain[minari]", "Writing Minari datasets").MinariStorage
         if "jpeg_encoding" not in inspect.signature(storage.new).parameters:
             raise MissingDependencyError("older versions of Minari change images: pip install 'minari>=0.5.4'")
-        self._buffer = require("minari.data_collector", "minari", "Writing Minari datasets").EpisodeBuffer
+        self._buffer = require("minari.data_collector", "geartrain[minari]", "Writing Minari datasets").EpisodeBuffer
         self._fields, self._names, self._infos, self._repeat = fields, names, infos, repeat
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -221,7 +221,7 @@ class MinariFile:
                 data_format="hdf5",
                 jpeg_encoding=False,
             )
-        minari = require("minari", "minari", "Writing Minari datasets")
+        minari = require("minari", "geartrain[minari]", "Writing Minari datasets")
         self._dataset.update_metadata({**metadata, "minari_version": minari.__version__, "requirements": []})
 
     def write(self, group: RowGroup) -> None:
@@ -249,7 +249,7 @@ class MinariFile:
             )
 
     def _space(self, top: str) -> Any:
-        spaces = require("gymnasium.spaces", "minari", "Writing Minari datasets")
+        spaces = require("gymnasium.spaces", "geartrain[minari]", "Writing Minari datasets")
 
         def box(name: str) -> Any:
             field = self._fields[name]

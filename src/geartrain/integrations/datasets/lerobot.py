@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.core.arguments import check_real, check_whole, shown
+from geartrain.core.extras import require
 from geartrain.core.json_values import parse_json, read_object
 from geartrain.errors import SourceError
 from geartrain.integrations.datasets.arrow import column_values, record_batches
@@ -46,7 +47,6 @@ from geartrain.integrations.datasets.episode import (
     count_of,
     plain,
     reading,
-    require,
 )
 from geartrain.integrations.datasets.images import ImageForm, decode_image
 from geartrain.integrations.datasets.lerobot_video import (
@@ -114,7 +114,7 @@ class LeRobotSource(Source):
         self.threads, self._tolerance_s = threads, tolerance_s
         self.name = str(path)
         self._root = Path(path)
-        self._parquet = require("pyarrow.parquet", "lerobot", "Reading LeRobot datasets")
+        self._parquet = require("pyarrow.parquet", "geartrain[lerobot]", "Reading LeRobot datasets")
         about = f"{path}: meta/info.json"
         with reading(about, "a JSON object"):
             self._info = read_object(self._root / "meta" / "info.json")
@@ -143,7 +143,7 @@ class LeRobotSource(Source):
             if self._features[key := self._paths[found]]["dtype"] == "video"
         }
         if self._videos:
-            require("av", "lerobot", "Importing videos")
+            require("av", "geartrain[lerobot]", "Importing videos")
             if self._fps <= 0 or "timestamp" not in self._features or not self._info.get("video_path"):
                 raise SourceError(f"{about}: has videos, and lacks the feature timestamp, fps or video_path")
             why = why_no_times(self._features["timestamp"])

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.extras import require
 from geartrain.core.json_values import read_object
 from geartrain.errors import SourceError
 from geartrain.integrations.datasets.arrow import column_values
@@ -48,7 +49,6 @@ from geartrain.integrations.datasets.episode import (
     flags,
     plain,
     reading,
-    require,
 )
 from geartrain.integrations.datasets.images import decode_image
 
@@ -88,7 +88,7 @@ class MinariSource(Source):
 
     def __init__(self, path: str | Path, *, fields: FieldChoice = None, skip_unsupported: bool = False) -> None:
         self.name = str(path)
-        minari = require("minari", "minari", "Reading Minari datasets")
+        minari = require("minari", "geartrain[minari]", "Reading Minari datasets")
         self._folder = self._find(path)
         with reading(f"{self.name}: metadata.json", "the metadata of a Minari dataset that the installed Minari reads"):
             storage = minari.MinariDataset(self._folder).storage
@@ -172,7 +172,7 @@ class MinariSource(Source):
     def _find(self, path: str | Path) -> Path:
         folder = _data_folder(Path(path))
         if folder is None and not Path(path).exists():
-            root = require("minari.storage.datasets_root_dir", "minari", "Reading Minari datasets")
+            root = require("minari.storage.datasets_root_dir", "geartrain[minari]", "Reading Minari datasets")
             folder = _data_folder(root.get_dataset_path(str(path)))
         if folder is None:
             raise SourceError(f"{path}: no Minari dataset; looked for {LOOKS_FOR}")
@@ -181,7 +181,7 @@ class MinariSource(Source):
     def _opened(self) -> Any:
         """What stays open while the episodes are read: the HDF5 file, or nothing."""
         if self._format == "hdf5":
-            h5py = require("h5py", "minari", "Reading Minari's HDF5 files")
+            h5py = require("h5py", "geartrain[minari]", "Reading Minari's HDF5 files")
             with reading(f"{self.name}: main_data.hdf5", "HDF5"):
                 return h5py.File(self._folder / "main_data.hdf5", "r")
         return contextlib.nullcontext()
@@ -213,7 +213,7 @@ class MinariSource(Source):
         if len(files) != 1:
             raise ValueError(f"{len(files)} .{self._format} files in its folder, expected one")
         if self._format == "arrow":
-            arrow = require("pyarrow", "minari", "Reading Minari's Arrow files")
+            arrow = require("pyarrow", "geartrain[minari]", "Reading Minari's Arrow files")
             file = arrow.ipc.open_file(arrow.memory_map(str(files[0])))
             pieces = file.num_record_batches
 
@@ -223,7 +223,7 @@ class MinariSource(Source):
                 return batch
 
         else:
-            parquet = require("pyarrow.parquet", "minari", "Reading Minari's Parquet files")
+            parquet = require("pyarrow.parquet", "geartrain[minari]", "Reading Minari's Parquet files")
             file = parquet.ParquetFile(files[0])
             wanted = columns or [*dict.fromkeys(self._leaf_of[name][0] for name in self._chosen.values())]
             pieces = file.num_row_groups
@@ -274,7 +274,7 @@ class MinariSource(Source):
     def _is_jpeg(self, space: Any) -> bool:
         if space is None or not self._jpeg:
             return False
-        storage = require("minari.dataset.minari_storage", "minari", "Reading Minari datasets")
+        storage = require("minari.dataset.minari_storage", "geartrain[minari]", "Reading Minari datasets")
         return bool(storage.is_image_space(space))
 
     def _available(self) -> dict[str, str | None]:
@@ -318,10 +318,10 @@ class MinariSource(Source):
         if file is None:
             return leaves
         if self._format == "arrow":
-            arrow = require("pyarrow", "minari", "Reading Minari's Arrow files")
+            arrow = require("pyarrow", "geartrain[minari]", "Reading Minari's Arrow files")
             schema = arrow.ipc.open_file(arrow.memory_map(str(file))).schema
         else:
-            schema = require("pyarrow.parquet", "minari", "Reading Minari's Parquet files").read_schema(file)
+            schema = require("pyarrow.parquet", "geartrain[minari]", "Reading Minari's Parquet files").read_schema(file)
         if "infos" in schema.names:
             walk(schema.field("infos").type, ())
         return leaves

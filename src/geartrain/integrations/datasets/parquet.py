@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.extras import require
 from geartrain.errors import SourceError
 from geartrain.integrations.datasets.arrow import column_values, record_batches
 from geartrain.integrations.datasets.episode import (
@@ -25,7 +26,6 @@ from geartrain.integrations.datasets.episode import (
     Source,
     choose,
     reading,
-    require,
 )
 
 LOOKS_FOR = "a Parquet file, or a folder of .parquet files"
@@ -57,7 +57,7 @@ class ParquetSource(Source):
 
     def __init__(self, path: str | Path, *, fields: FieldChoice = None, skip_unsupported: bool = False) -> None:
         self.name = str(path)
-        self._parquet = require("pyarrow.parquet", "parquet", "Reading Parquet")
+        self._parquet = require("pyarrow.parquet", "geartrain[parquet]", "Reading Parquet")
         folder = Path(path)
         self._files = sorted(folder.glob("*.parquet")) if folder.is_dir() else [folder]
         if not self._files:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from geartrain.errors import ArgumentError, MissingDependencyError
+from geartrain.core.extras import require
+from geartrain.errors import ArgumentError
 
 if TYPE_CHECKING:
     from geartrain.replay.batch import Batch
@@ -40,17 +41,13 @@ def as_jax(batch: Batch, *, nested: bool = False) -> dict[str, Any]:
         (2, 10, 3)
         >>> store.close()
     """
-    try:
-        import jax
-    except ImportError:
-        raise MissingDependencyError("JAX arrays need jax: pip install 'geartrain[jax]'") from None
-    config: Any = jax.config  # whose options mypy does not know
+    jax = require("jax", "geartrain[jax]", "A JAX array")
     arrays = {}
     value: Any
     for name, value in batch.as_dict().items():
         is_array = isinstance(value, np.ndarray)
         wide = value.dtype.itemsize == 8 and not (value.dtype.kind == "c" if is_array else value.dtype.is_complex)
-        if wide and not config.jax_enable_x64:
+        if wide and not jax.config.jax_enable_x64:
             if name in batch.fields:
                 arrays[name] = jax.numpy.asarray(value if is_array else value.cpu().numpy())  # JAX converts to 32 bits
         elif not is_array:
