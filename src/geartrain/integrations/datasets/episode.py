@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -273,6 +275,42 @@ class Source(abc.ABC):
                         f"shape {array.shape}) cannot be stored: {error}"
                     ) from None
         return found
+
+
+class FormatSource(Source):
+    """A source that reads the chosen fields of any episodes, by their numbers."""
+
+    _chosen: dict[str, str]  # stored name -> the format's name
+
+    @abc.abstractmethod
+    def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]: ...
+
+    def __iter__(self) -> Iterator[Episode]:
+        return self.read()
+
+    @functools.cached_property
+    def _figures(self) -> dict[str, list[Any]]:
+        return {}
+
+    def _figure(self, field: str, of_steps: Callable[[Array], Any], number: int) -> Any:
+        """A figure of one episode, from its steps of a field, which are read for all episodes when it is first asked
+        for."""
+        if field not in self._figures:
+            alone = copy.copy(self)
+            alone._chosen = {field: field}
+            with reading(f"{self.name}: {field} of all episodes", "numbers"):
+                self._figures[field] = [of_steps(np.asarray(each.timed[field])) for each in alone.read()]
+        return self._figures[field][number]
+
+
+def total(steps: Array) -> float:
+    """The sum of an episode's rewards: its return."""
+    return float(steps.sum(dtype=np.float64))
+
+
+def ever(steps: Array) -> bool:
+    """Whether a flag is set in any step."""
+    return bool(steps.any())
 
 
 def choose(

@@ -41,12 +41,14 @@ from geartrain.integrations.datasets.episode import (
     DeferredSteps,
     Episode,
     FieldChoice,
+    FormatSource,
     Metadata,
-    Source,
     choose,
     count_of,
+    ever,
     plain,
     reading,
+    total,
 )
 from geartrain.integrations.datasets.images import ImageForm, decode_image
 from geartrain.integrations.datasets.lerobot_video import (
@@ -77,7 +79,7 @@ def recognise(path: Path) -> bool:
     return (path / "meta" / "info.json").is_file()
 
 
-class LeRobotSource(Source):
+class LeRobotSource(FormatSource):
     """Episodes of a LeRobotDataset folder, a batch of frames in memory at a time.
 
     Args:
@@ -150,16 +152,11 @@ class LeRobotSource(Source):
             if why is not None:
                 raise SourceError(f"{about}: has videos, whose frames are found by timestamp: {why}")
         self._readers = VideoReaders(self.threads)
-        self._reduced: dict[str, dict[int, Any]] = {}
         self._places: dict[tuple[int, str], VideoPlace] = {}  # by episode and feature
         self._about: dict[int, dict[str, Any]] = {}  # by episode_index, what meta/ has beside the length
         self._lengths, self._files = self._v3() if version.startswith("v3.") else self._v2()
         self._indices = sorted(self._lengths)
         self.episodes = len(self._lengths)
-
-    def __iter__(self) -> Iterator[Episode]:
-        """Every episode, joined from the batches and files that it spans."""
-        return self.read()
 
     def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
         """The episodes. Files and row groups of others are not read, their images and videos not decoded."""
@@ -187,30 +184,11 @@ class LeRobotSource(Source):
 
     def metadata(self) -> Iterator[Mapping[str, Any]]:
         """What meta/ has of each episode; no data is read, but one column where `return` or `success` is asked for."""
-        columns = {"return": "next.reward", "success": "next.success"}
-        later = {name: key for name, key in columns.items() if key in self._features}
-
-        def value(name: str, index: int) -> Any:
-            return self._per_episode(later[name])[index].item()
-
+        figures = {"return": ("reward", total), "success": ("next.success", ever)}
+        there = {name: figure for name, figure in figures.items() if figure[0] in self._paths}
         for number, index in enumerate(self._indices):
-            made = {name: functools.partial(value, name, index) for name in later}
-            yield Metadata(number, {"length": self._lengths[index], **self._about.get(index, {})}, made)
-
-    def _per_episode(self, key: str) -> dict[int, Any]:
-        """By episode, the sum of a column of rewards, or whether a flag is ever set."""
-        if key not in self._reduced:
-            sums = key == "next.reward"
-            found: dict[int, Any] = dict.fromkeys(self._lengths, np.float64(0) if sums else np.False_)
-            for file in self._files:
-                for episodes, batch in self._batches(file, [key], None):
-                    with reading(f"{self.name}: {file}: {key}", "one number for each frame"):
-                        values = column_values(batch.column(key), ())
-                    for index in np.unique(episodes).tolist():
-                        of_it = values[episodes == index]
-                        found[index] = found.get(index, 0) + of_it.sum() if sums else found.get(index) or of_it.any()
-            self._reduced[key] = found
-        return self._reduced[key]
+            later = {name: functools.partial(self._figure, *figure, number) for name, figure in there.items()}
+            yield Metadata(number, {"length": self._lengths[index], **self._about.get(index, {})}, later)
 
     def release(self) -> None:
         """Closes the videos."""

@@ -42,13 +42,14 @@ from geartrain.integrations.datasets.episode import (
     Array,
     Episode,
     FieldChoice,
+    FormatSource,
     Metadata,
-    Source,
     choose,
     count_of,
     flags,
     plain,
     reading,
+    total,
 )
 from geartrain.integrations.datasets.images import decode_image
 
@@ -75,7 +76,7 @@ def recognise(path: Path) -> bool:
     return _data_folder(path) is not None
 
 
-class MinariSource(Source):
+class MinariSource(FormatSource):
     """Episodes of a local Minari dataset; nothing is downloaded.
 
     Args:
@@ -111,32 +112,20 @@ class MinariSource(Source):
         default = [name for name in available if name.partition(".")[0] in _USUAL]
         self._chosen = choose(self.name, fields, available, default, skip_unsupported)
 
-    def __iter__(self) -> Iterator[Episode]:
-        """Every episode by its id, one in memory at a time."""
-        return self.read()
-
     def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
         """The episodes of these ids; nothing of others is read."""
         with self._opened() as opened:
             for number in range(len(self._lengths)) if numbers is None else numbers:
-                yield self._episode(number, self._lengths[number], self._read_from(opened, number))
+                with reading(f"{self.name}: episode_{number}", f"an episode in Minari's {self._format} layout"):
+                    read = self._reader(opened, number)
+                yield self._episode(number, self._lengths[number], read)
 
     def metadata(self) -> Iterator[Mapping[str, Any]]:
         """What Minari keeps of each episode; no data is read, but the rewards where `return` is asked for."""
         for number, about in enumerate(self._about):
             more = {name: value for name, value in about.items() if name != "total_steps"}
-            yield Metadata(
-                number, {"length": self._lengths[number], **more}, {"return": functools.partial(self._return, number)}
-            )
-
-    def _return(self, number: int) -> float:
-        with self._opened() as opened:
-            rewards = self._read_from(opened, number, ("rewards",))(("rewards",))
-        return float(rewards[: self._lengths[number]].sum())
-
-    def _read_from(self, opened: Any, number: int, columns: Sequence[str] | None = None) -> _Reader:
-        with reading(f"{self.name}: episode_{number}", f"an episode in Minari's {self._format} layout"):
-            return self._reader(opened, number, columns)
+            later = {"return": functools.partial(self._figure, "reward", total, number)}
+            yield Metadata(number, {"length": self._lengths[number], **more}, later)
 
     def _episode(self, number: int, length: int, read: _Reader) -> Episode:
         timed: dict[str, Array] = {}
@@ -196,15 +185,15 @@ class MinariSource(Source):
         if held != len(self._lengths):
             raise SourceError(f"{self.name}: holds {held} episodes, its metadata promise {len(self._lengths)}")
 
-    def _reader(self, opened: Any, number: int, columns: Sequence[str] | None) -> _Reader:
+    def _reader(self, opened: Any, number: int) -> _Reader:
         if self._format == "hdf5":
             group = opened[f"episode_{number}"]
             return lambda leaf: self._from_hdf5(group, leaf)
-        batch = self._batch(number, columns)
+        batch = self._batch(number)
         return lambda leaf: self._from_arrow(batch, leaf)
 
-    def _batch(self, number: int, columns: Sequence[str] | None) -> Any:
-        """The Arrow record batch that an episode is, with these columns or those of the chosen fields.
+    def _batch(self, number: int) -> Any:
+        """The Arrow record batch that an episode is, with the columns of the chosen fields.
 
         Raises:
             ValueError: it is in several pieces, whose order is unknown.
@@ -225,7 +214,7 @@ class MinariSource(Source):
         else:
             parquet = require("pyarrow.parquet", "geartrain[minari]", "Reading Minari's Parquet files")
             file = parquet.ParquetFile(files[0])
-            wanted = columns or [*dict.fromkeys(self._leaf_of[name][0] for name in self._chosen.values())]
+            wanted = [*dict.fromkeys(self._leaf_of[name][0] for name in self._chosen.values())]
             pieces = file.num_row_groups
 
             def read(index: int) -> Any:

@@ -8,7 +8,6 @@ long. The files of a folder are read in the order of their names.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,11 @@ from geartrain.integrations.datasets.episode import (
     Array,
     Episode,
     FieldChoice,
+    FormatSource,
     Metadata,
-    Source,
     choose,
     reading,
+    total,
 )
 
 LOOKS_FOR = "a Parquet file, or a folder of .parquet files"
@@ -47,7 +47,7 @@ def recognise(path: Path) -> bool:
         return file.read(4) == b"PAR1"
 
 
-class ParquetSource(Source):
+class ParquetSource(FormatSource):
     """Episodes of Parquet files, a few records in memory at a time.
 
     Raises:
@@ -75,11 +75,7 @@ class ParquetSource(Source):
         if len(available) != len(self._schema.names):
             raise SourceError(f"{path}: has two columns of one name")
         self._chosen = choose(self.name, fields, available, list(available), skip_unsupported)
-        self._timed = {name for name in self._chosen.values() if _is_timed(self._schema.field(name).type)}
-
-    def __iter__(self) -> Iterator[Episode]:
-        """Every record."""
-        return self.read()
+        self._timed = {str(column.name) for column in self._schema if _is_timed(column.type)}
 
     def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
         """The records of these numbers; row groups without one of them are not read."""
@@ -104,8 +100,7 @@ class ParquetSource(Source):
         """`length` from the smallest timed column, values of columns without lists, and `return` when asked for."""
         assert self._schema is not None
         once = [str(each.name) for each in self._schema if str(each.type).startswith(_PLAIN)]
-        timed = min(self._timed, key=self._size_of, default=None)
-        with_return = "reward" in self._schema.names and _is_timed(self._schema.field("reward").type)
+        timed = min(self._timed.intersection(self._chosen.values()), key=self._size_of, default=None)
         for first, file, batch in self._batches([*([] if timed is None else [timed]), *once]):
             with reading(f"{self.name}: {file.name}: episodes from {first}", "lists, and values of each record"):
                 edges = None if timed is None else self._edges(batch.column(timed))
@@ -114,22 +109,8 @@ class ParquetSource(Source):
                 known = {name: column[index] for name, column in values.items()}
                 known["length"] = 1 if edges is None else int(edges[index + 1] - edges[index])
                 number = first + index
-                later = {"return": functools.partial(self._return, number)} if with_return else {}
-                yield Metadata(number, known, later)
-
-    def _return(self, number: int) -> float:
-        return self._returns[number]
-
-    @functools.cached_property
-    def _returns(self) -> list[float]:
-        """Sum of the rewards of each record."""
-        found: list[float] = []
-        for first, file, batch in self._batches(["reward"]):
-            with reading(f"{self.name}: {file.name}: rewards of episodes from {first}", "lists of numbers"):
-                column = batch.column("reward")
-                edges, rewards = self._edges(column), column_values(column.flatten(), ())
-            found += [float(rewards[begin:end].sum()) for begin, end in itertools.pairwise(edges)]
-        return found
+                later = {"return": functools.partial(self._figure, "reward", total, number)}
+                yield Metadata(number, known, later if "reward" in self._timed else {})
 
     def _edges(self, column: Any) -> Array:
         """Where each record's steps begin and end in a timed column."""

@@ -33,7 +33,7 @@ import numpy as np
 
 from geartrain.core.json_values import read_json
 from geartrain.errors import SourceError
-from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Metadata, Source, choose, reading
+from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, FormatSource, Metadata, choose, reading
 from geartrain.integrations.datasets.images import decode_image
 from geartrain.integrations.datasets.tfrecord import array_records, parse_example, tfrecords
 
@@ -68,7 +68,7 @@ class _Leaf:
         return None if self.kind in ("tensor", "image") else self.kind
 
 
-class RldsSource(Source):
+class RldsSource(FormatSource):
     """Episodes of a TFDS folder, one record in memory at a time.
 
     TFDS metadata does not tell the length of the longest episode. Finding it takes a pass over the records, which
@@ -103,10 +103,6 @@ class RldsSource(Source):
         self.episodes = None if None in known else sum(count or 0 for count in known)
         available = {name: leaf.reason for name, leaf in self._leaves.items()}
         self._chosen = choose(self.name, fields, available, list(available), skip_unsupported)
-
-    def __iter__(self) -> Iterator[Episode]:
-        """Every record as an episode, shard by shard."""
-        return self.read()
 
     def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
         """The records as episodes. Others are not decoded, and shards without one of the numbers are not read."""
