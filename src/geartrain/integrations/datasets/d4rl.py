@@ -142,8 +142,8 @@ class D4rlSource(FormatSource):
     def metadata(self) -> Iterator[Mapping[str, Any]]:
         """`length` from the flags, which were read when the file was opened. `return`, `terminated` and `truncated` are
         read when they are asked for."""
-        figures = {"return": functools.partial(self._figure, "reward", total)}
-        figures |= {name: functools.partial(self._figure, name, ever) for name in _FLAGS if name in self._paths}
+        figures = {"return": functools.partial(self.figure, "reward", total)}
+        figures |= {name: functools.partial(self.figure, name, ever) for name in _FLAGS if name in self._paths}
         for number, length in enumerate(np.diff(self._edges).tolist()):
             later = {name: functools.partial(figure, number) for name, figure in figures.items()}
             yield Metadata(number, {"length": length}, later)

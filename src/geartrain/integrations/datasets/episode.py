@@ -292,7 +292,7 @@ class FormatSource(Source):
     def _figures(self) -> dict[str, list[Any]]:
         return {}
 
-    def _figure(self, field: str, of_steps: Callable[[Array], Any], number: int) -> Any:
+    def figure(self, field: str, of_steps: Callable[[Array], Any], number: int) -> Any:
         """A figure of one episode, from its steps of a field, which are read for all episodes when it is first asked
         for."""
         if field not in self._figures:

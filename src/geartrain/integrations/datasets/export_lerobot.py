@@ -30,7 +30,6 @@ import numpy as np
 
 from geartrain.core.arguments import check_text, check_texts, check_type, shown
 from geartrain.core.extras import require
-from geartrain.core.json_values import read_object
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, SourceError
 from geartrain.integrations.datasets.arrow import nested_array
@@ -38,7 +37,7 @@ from geartrain.integrations.datasets.episode import Array
 from geartrain.integrations.datasets.export_video import VideoEncoding, VideoFolder
 from geartrain.integrations.datasets.feature_stats import FeatureStats, episode_stats
 from geartrain.integrations.datasets.stored_rows import RowGroup
-from geartrain.integrations.datasets.writer import DatasetWriter, holds_only, is_empty_folder, is_regular, not_real
+from geartrain.integrations.datasets.writer import DatasetWriter, is_dataset_folder, not_real
 
 _COUNTED = ("index", "episode_index", "frame_index")
 _GIVEN = {"timestamp": Field((), "float32"), "task_index": Field((), "int64")}
@@ -149,15 +148,7 @@ class LeRobotWriter(DatasetWriter):
     @classmethod
     def replaces(cls, path: Path) -> bool:
         """A folder with meta/info.json that has nothing but a dataset's tables, images and videos."""
-        if is_empty_folder(path):
-            return True
-        if not path.is_dir() or not holds_only(path, _ENTRIES):
-            return False
-        about = path / "meta" / "info.json"
-        try:
-            return is_regular(about) and "codebase_version" in read_object(about)
-        except (OSError, ValueError):
-            return False
+        return is_dataset_folder(path, _ENTRIES, "meta/info.json", "codebase_version")
 
     def write(self, group: RowGroup) -> int:
         """Appends the rows to the tables, each an episode."""

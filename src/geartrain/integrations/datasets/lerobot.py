@@ -187,7 +187,7 @@ class LeRobotSource(FormatSource):
         figures = {"return": ("reward", total), "success": ("next.success", ever)}
         there = {name: figure for name, figure in figures.items() if figure[0] in self._paths}
         for number, index in enumerate(self._indices):
-            later = {name: functools.partial(self._figure, *figure, number) for name, figure in there.items()}
+            later = {name: functools.partial(self.figure, *figure, number) for name, figure in there.items()}
             yield Metadata(number, {"length": self._lengths[index], **self._about.get(index, {})}, later)
 
     def release(self) -> None:

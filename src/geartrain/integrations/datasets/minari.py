@@ -124,7 +124,7 @@ class MinariSource(FormatSource):
         """What Minari keeps of each episode; no data is read, but the rewards where `return` is asked for."""
         for number, about in enumerate(self._about):
             more = {name: value for name, value in about.items() if name != "total_steps"}
-            later = {"return": functools.partial(self._figure, "reward", total, number)}
+            later = {"return": functools.partial(self.figure, "reward", total, number)}
             yield Metadata(number, {"length": self._lengths[number], **more}, later)
 
     def _episode(self, number: int, length: int, read: _Reader) -> Episode:

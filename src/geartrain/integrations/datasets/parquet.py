@@ -16,7 +16,7 @@ import numpy as np
 
 from geartrain.core.extras import require
 from geartrain.errors import SourceError
-from geartrain.integrations.datasets.arrow import column_values, record_batches
+from geartrain.integrations.datasets.arrow import column_values, is_list, record_batches
 from geartrain.integrations.datasets.episode import (
     Array,
     Episode,
@@ -75,7 +75,7 @@ class ParquetSource(FormatSource):
         if len(available) != len(self._schema.names):
             raise SourceError(f"{path}: has two columns of one name")
         self._chosen = choose(self.name, fields, available, list(available), skip_unsupported)
-        self._timed = {str(column.name) for column in self._schema if _is_timed(column.type)}
+        self._timed = {str(column.name) for column in self._schema if is_list(column.type)}
 
     def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
         """The records of these numbers; row groups without one of them are not read."""
@@ -109,7 +109,7 @@ class ParquetSource(FormatSource):
                 known = {name: column[index] for name, column in values.items()}
                 known["length"] = 1 if edges is None else int(edges[index + 1] - edges[index])
                 number = first + index
-                later = {"return": functools.partial(self._figure, "reward", total, number)}
+                later = {"return": functools.partial(self.figure, "reward", total, number)}
                 yield Metadata(number, known, later if "reward" in self._timed else {})
 
     def _edges(self, column: Any) -> Array:
@@ -171,22 +171,18 @@ def _decoded_nbytes(about: Any, columns: list[str]) -> int:
     return nbytes
 
 
-def _is_timed(kind: Any) -> bool:
-    return str(kind).startswith(("list<", "large_list<"))
-
-
 def _step_shape(kind: Any) -> tuple[int, ...] | None:
     """Shape of a value from lists of fixed size; None where the schema does not say it."""
     shape: list[int] = []
-    while str(kind).startswith("fixed_size_list<"):
+    while is_list(kind, fixed=True) and not is_list(kind):
         shape.append(kind.list_size)
         kind = kind.value_type
-    return None if _is_timed(kind) else tuple(shape)
+    return None if is_list(kind) else tuple(shape)
 
 
 def _why_not(kind: Any) -> str | None:
     found = kind
-    while _is_timed(found) or str(found).startswith("fixed_size_list<"):
+    while is_list(found, fixed=True):
         found = found.value_type
     numbers = ("bool", "int", "uint", "halffloat", "float", "double")
     return None if str(found).startswith(numbers) else f"type {kind}"
