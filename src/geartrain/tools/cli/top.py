@@ -8,7 +8,6 @@ import shlex
 import signal
 import sys
 from collections import Counter
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,7 +128,9 @@ def metrics(
 
     trusted = check_trust(trust)
     if dashboard:
-        sys.stdout.write((files("geartrain.tools.watch") / "grafana.json").read_text())
+        import geartrain.tools.watch.dashboard as grafana
+
+        sys.stdout.write(json.dumps(grafana.dashboard(), indent=1) + "\n")
         return
     with set_by(signal.SIGTERM) as ended:
         endpoint = PrometheusEndpoint(None, host, port, trusted)

@@ -20,9 +20,10 @@ import numpy as np
 
 import geartrain._native as _native
 from geartrain.core.arguments import check_real, check_type, shown
+from geartrain.core.extras import require_torch
 from geartrain.core.json_values import read_object
 from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError, MissingDependencyError
+from geartrain.errors import ArgumentError
 from geartrain.replay.fetch import fetch
 from geartrain.selection import Candidates
 from geartrain.store.store import Store
@@ -236,12 +237,7 @@ print(json.dumps([min(rounds_s), out.size / min(both_s)]))
 
 def _measure_rounds() -> tuple[float, float]:
     """Microseconds of a round between two ranks, and GB/s each way at the same time."""
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise MissingDependencyError(
-            "measuring messages between ranks needs torch: pip install 'geartrain[torch]'"
-        ) from None
+    require_torch("measuring messages between ranks")
     with tempfile.TemporaryDirectory() as directory:
         started = [
             subprocess.Popen(
