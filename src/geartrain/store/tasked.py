@@ -19,6 +19,7 @@ from geartrain.errors import ArgumentError, NoSpaceError, SchemaError, StoreClos
 from geartrain.store.claims import (
     REWRITE,
     Claim,
+    RowWrite,
     Version,
     check_durable,
     check_version,
@@ -379,10 +380,8 @@ class TaskedRows:
                 f"{error}. {int(unknown.sum())} of {len(keys)} rows are gone or have no lengths yet, so that it is "
                 f"unknown which values are theirs: pass a list with one array for each row"
             ) from None
-        columns = keys.row, keys.generation, None
-        return keys[
-            write_rows(self.native, REWRITE, number, *columns, sources, lengths, timeout(timeout_s), durable=durable)
-        ]
+        write = RowWrite(REWRITE, number, 0, keys.row, keys.generation, None, sources, lengths)
+        return keys[write_rows(self.native, write, timeout(timeout_s), durable)]
 
     # --- the clock ------------------------------------------------------------------------------------------
 
