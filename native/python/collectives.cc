@@ -58,10 +58,10 @@ class PythonGroup {
     return start(std::move(keep), [&] { return group_->all_reduce(shape, array, array, timeout_s, soon); });
   }
 
-  std::shared_ptr<Work> run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
-                            double timeout_s, nb::object keep, bool soon) {
+  std::shared_ptr<Work> exchange(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
+                                 double timeout_s, nb::object keep, bool soon) {
     return start(std::move(keep),
-                 [&] { return group_->run(shape, std::move(sends), std::move(receives), timeout_s, soon); });
+                 [&] { return group_->exchange(shape, std::move(sends), std::move(receives), timeout_s, soon); });
   }
 
  private:
@@ -170,14 +170,14 @@ std::vector<Segment> segments_from(const Segments& given) {
   return out;
 }
 
-std::shared_ptr<Work> run(PythonGroup& group, uint32_t collective, const Segments& sends, const Segments& receives,
-                          uint32_t dtype, uint32_t op, uint32_t root, double timeout_s, nb::object keep,
-                          const GivenWhole& whole, bool soon) {
+std::shared_ptr<Work> exchange(PythonGroup& group, uint32_t collective, const Segments& sends, const Segments& receives,
+                               uint32_t dtype, uint32_t op, uint32_t root, double timeout_s, nb::object keep,
+                               const GivenWhole& whole, bool soon) {
   if (collective >= kCollectives) fail(ErrorKind::argument, "no collective has the number ", collective);
   const Dtype type = dtype_from(dtype);
   Shape shape{0, type, type, op_from(op), 0, static_cast<Collective>(collective), root};
   shape.whole = whole_from(whole);
-  return group.run(shape, segments_from(sends), segments_from(receives), timeout_s, std::move(keep), soon);
+  return group.exchange(shape, segments_from(sends), segments_from(receives), timeout_s, std::move(keep), soon);
 }
 
 bool wait(Work& work, double timeout_s) {
@@ -270,7 +270,7 @@ void bind_collectives(nb::module_& module) {
            })
       .def("all_reduce", &all_reduce, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg("keep").none(), nb::arg("whole") = nb::none(), nb::arg("soon") = false)
-      .def("run", &run, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+      .def("exchange", &exchange, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg("keep").none(), nb::arg("whole") = nb::none(), nb::arg("soon") = false)
       .def("counts", &group_counts)
       .def("reducer_events", [](PythonGroup& group) { return group.group().reducer_events(); })

@@ -874,7 +874,7 @@ def test_a_peer_cannot_touch_rows_that_another_has_claimed(world: World) -> None
         sources = [(2, np.ones(1, np.int32), None), (3, np.ones(1, np.float32), None), (4, np.ones(1, np.int32), None)]
         lengths = np.array([[1, 1, 1]], np.uint32)
         lengths[:, [axis.owner == 0 for axis in world.store.plan.axes]] = 0
-        written = (0, 1, 0, *columns, none, sources, lengths, 0, False, None, 0, 0.0, False)
+        written = (0, 1, 0, *columns, sources, lengths, 0, False, None), none, 0, 0.0, False
         for again in (False, True):
             assert call("write", (1, 1), again, *written).tolist() == [1]
         assert call("drop", 1, *columns, none) == 1 and call("release", 1, *columns) == 1
@@ -903,6 +903,7 @@ def test_any_arguments_of_a_peer_are_an_error_and_no_damage(world: World) -> Non
     call, claim = raw(world, remote), remote.claim("answer", 2)
     columns = (claim.keys.row, claim.keys.generation, claim._claims)
     lengths = np.array([[0, 1, 1]] * 2, np.uint32)
+    sources = [(2, np.ones(2, np.int32), None), (3, np.ones(2, np.float32), None), (4, np.ones(2, np.int32), None)]
     good: dict[str, tuple[Any, ...]] = {
         "claim": (1, 1, 1, 0, 0, False, ["id"], 0.0),
         "give_back": (1,),
@@ -910,9 +911,8 @@ def test_any_arguments_of_a_peer_are_an_error_and_no_damage(world: World) -> Non
         "drop": (1, *columns, np.zeros(2, np.int64)),
         "say_version": (1, *columns, 1),
         "write": (
-            *((1, 1), False, 0, 1, 0, *columns, np.zeros(2, np.int64)),
-            [(2, np.ones(2, np.int32), None), (3, np.ones(2, np.float32), None), (4, np.ones(2, np.int32), None)],
-            *(lengths, 0, False, None, 0, 0.0, False),
+            *((1, 1), False, (0, 1, 0, *columns, sources, lengths, 0, False, None), np.zeros(2, np.int64), 0, 0.0),
+            False,
         ),
         "insert": (
             *(1, [(0, np.zeros(1, np.int32), None), (1, np.zeros(1, np.int64), None)], lengths[:1], None, None, 0),
@@ -932,7 +932,11 @@ def test_any_arguments_of_a_peer_are_an_error_and_no_damage(world: World) -> Non
         what = list(good)[random.integers(len(good))]
         given = list(good[what])
         for _ in range(random.integers(1, 3)):
-            given[random.integers(len(given))] = HOSTILE[random.integers(len(HOSTILE))]
+            i, other = random.integers(len(given)), HOSTILE[random.integers(len(HOSTILE))]
+            if isinstance(given[i], tuple) and len(given[i]) > 2:  # of a write, one value rather than all
+                j = random.integers(len(given[i]))
+                other = (*given[i][:j], other, *given[i][j + 1 :])
+            given[i] = other
         if random.random() < 0.05:
             given = given[: random.integers(len(given))]
         try:

@@ -21,6 +21,8 @@ from numpy.typing import ArrayLike
 from geartrain.actors.remote_tasks import RemoteReader, RemoteRows
 from geartrain.actors.store_server import pack, unpack
 from geartrain.core.arguments import (
+    OUTPUT,
+    PAD,
     check_choice,
     check_flag,
     check_names_of,
@@ -54,7 +56,6 @@ from geartrain.rpc.future import Future
 from geartrain.rpc.node import Node
 from geartrain.rpc.remote_objects import DROP, METHOD, Remote
 from geartrain.store.claims import check_durable
-from geartrain.store.packed import check_output
 from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
 from geartrain.store.segment import plan_of_described
 from geartrain.store.tasked import Found, TaskedRows
@@ -242,8 +243,8 @@ class RemoteStore(
         """
         keys = check_keys(keys)
         keys.check_store(self.id, self.name)
-        check_choice("output", output, ("torch", "numpy"))
-        check_choice("pad", pad, ("left", "right"))
+        OUTPUT("output", output)
+        PAD("pad", pad)
         check_choice("on_stale", on_stale, ("raise", "drop"))
         if self.plan is not None:
             return self._fetch_packed(keys, fields, (window, ends, pad), output, on_stale)
@@ -273,7 +274,7 @@ class RemoteStore(
         why = f"the store {self.name!r} has axes, strings or tasks: its rows are read whole"
         leave_out(why, window=window, ends=ends, pad=pad != "left" and pad)
         optional(check_names_of, "fields", fields)
-        batch = fetch_packed(self.packed_reader, self.plan, keys, fields, check_output(output), on_stale)
+        batch = fetch_packed(self.packed_reader, self.plan, keys, fields, output, on_stale)
         return lambda: batch
 
     # --- tasks ----------------------------------------------------------------------------------------------

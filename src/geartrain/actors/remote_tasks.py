@@ -35,7 +35,7 @@ from geartrain.errors import (
 )
 from geartrain.rpc.node import Node
 from geartrain.rpc.remote_objects import METHOD, Remote
-from geartrain.store.claims import APPEND, PUT
+from geartrain.store.claims import APPEND, PUT, RowWrite
 from geartrain.store.segment import plan_of_described
 from geartrain.store.waiting_claims import Asked
 
@@ -368,31 +368,18 @@ class RemoteRows:
 
     # --- writing --------------------------------------------------------------------------------------------
 
-    def write_rows(
-        self,
-        how: int,
-        task: int,
-        axis: int,
-        rows: Any,
-        generations: Any,
-        claims: Any,
-        sources: Any,
-        lengths: Any,
-        item: int,
-        merges: bool,
-        parts: Any,
-        threads: int,
-        timeout_s: float,
-        durable: bool,
-    ) -> NDArray[np.uint8]:
+    def write_rows(self, *given: Any) -> NDArray[np.uint8]:
         """As of the native store. A write that was sent again takes effect once."""
+        *written, _threads, timeout_s, durable = given
+        write = RowWrite(*written)
         call, store_id = (self._client, next(self._calls)), self.store_id
-        its = [] if claims is None else self._known(task, rows, generations, claims)[0]
+        rows = write.task, write.rows, write.generations
+        its = [] if write.claims is None else self._known(*rows, write.claims)[0]
 
-        def given() -> tuple[Any, ...]:
+        def given_now() -> tuple[Any, ...]:
             own, versions, known = None, None, 0
-            if claims is not None:
-                _, own, versions = self._known(task, rows, generations, claims)
+            if write.claims is not None:
+                _, own, versions = self._known(*rows, write.claims)
             elif store_id != self.store_id:
                 raise ArgumentError(
                     f"{self._peer!r} serves the store {self._name!r} under a new id, as it was loaded again: keys from "
@@ -402,14 +389,13 @@ class RemoteRows:
                 with self._lock:
                     held = self._held.get(its[0])
                 known = 0 if held is None else held.appends
-            values = list(sources), lengths, item, merges, parts
-            return call, how, task, axis, rows, generations, own, versions, *values, known, timeout_s, durable
+            return call, tuple(write._replace(claims=own)), versions, known, timeout_s, durable
 
-        reply = self.ask("write", given, wait_s=timeout_s, numbered=True)
+        reply = self.ask("write", given_now, wait_s=timeout_s, numbered=True)
         wrote: NDArray[np.uint8] = np.array(reply)
-        if how == PUT:
+        if write.how == PUT:
             self._forget([each for each, what in zip(its, wrote.tolist(), strict=True) if what == DONE])
-        elif how == APPEND and wrote[0] == DONE:
+        elif write.how == APPEND and wrote[0] == DONE:
             with self._lock:
                 if its[0] in self._held:
                     self._held[its[0]].appends += 1

@@ -25,7 +25,7 @@ from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, MessageError, StaleClaimError, StoreClosedError, WaitTimeoutError
 from geartrain.rpc.scheduler import about_to_wait
-from geartrain.store.claims import APPEND, PUT, REWRITE, check_durable
+from geartrain.store.claims import APPEND, PUT, REWRITE, RowWrite, check_durable
 from geartrain.store.store import Store
 from geartrain.store.waiting_claims import claim_later
 
@@ -359,18 +359,8 @@ class PeerCalls:
         self,
         call: tuple[int, int],
         again: bool,
-        how: int,
-        task: int,
-        axis: int,
-        rows: Any,
-        generations: Any,
-        claims: Any,
+        written: Any,
         versions: Any,
-        sources: Any,
-        lengths: Any,
-        item: int,
-        merges: bool,
-        parts: Any,
         known: int,
         timeout_s: float,
         durable: bool,
@@ -380,26 +370,24 @@ class PeerCalls:
         Args:
             call: number of the client and of its call, the same when it is sent again.
             again: it was sent before, and may have run: its reply was lost.
+            written: a `RowWrite`, as a tuple.
             versions: of the claims, for rows that have to be claimed again.
             known: appends of a row that the client knows of.
-            how, task, axis, rows, generations, claims, sources, lengths, item, merges, parts, timeout_s, durable: as
-                there.
+            timeout_s, durable: as there.
         """
         self._check()
         within_s = timeout(timeout_s)
-        if type(how) is not int or how not in (PUT, APPEND, REWRITE):
-            raise MessageError("rows are put, appended to or rewritten")
-        call = _call_number(call)
-        if how == REWRITE:
-            rows, generations = _claimed_rows(task, rows, generations)
-            merges = False
-        else:
-            rows, generations, claims, versions = _claimed_rows(task, rows, generations, claims, versions)
-        if not 0 < task < len(self._plan.tasks) or axis != (self._plan.appended_axis(task) if how == APPEND else 0):
+        call, write = _call_number(call), _row_write(written, versions)
+        how, task = write.how, write.task
+        if not 0 < task < len(self._plan.tasks) or write.axis != (
+            self._plan.appended_axis(task) if how == APPEND else 0
+        ):
             raise MessageError(f"no task number {task} is written so")
         divider = self._plan.appendable[task][1]
         marked = self._plan.fields[divider].axis if how == APPEND and divider else None
-        self._check_values(self._written(how, task, merges), sources, lengths, len(rows), marked)
+        self._check_values(
+            self._written(how, task, write.merges), write.sources, write.lengths, len(write.rows), marked
+        )
         if how != APPEND:
             self._may_wait_for_disk(durable)
         before, wrote = self._shared.begin(call), None
@@ -407,8 +395,7 @@ class PeerCalls:
             if before is not None and (not again or (before == DONE).all()):
                 wrote = before
             else:
-                what = (how, task, axis, rows, generations, claims, versions, sources, lengths, item, merges, parts)
-                wrote = self._write(*what, known, within_s, again)
+                wrote = self._write(write, versions, known, within_s, again)
                 if before is not None:
                     wrote[before == DONE] = DONE
         finally:
@@ -417,51 +404,35 @@ class PeerCalls:
             self._native.settle_journal("put", durable)
         return wrote
 
-    def _write(
-        self,
-        how: int,
-        task: int,
-        axis: int,
-        rows: Any,
-        generations: Any,
-        claims: Any,
-        versions: Any,
-        sources: Any,
-        lengths: Any,
-        item: int,
-        merges: bool,
-        parts: Any,
-        known: int,
-        within_s: float,
-        again: bool,
-    ) -> NDArray[np.uint8]:
+    def _write(self, write: RowWrite, versions: Any, known: int, within_s: float, again: bool) -> NDArray[np.uint8]:
+        rows = write.task, write.rows, write.generations
         own = found = None
-        if how != REWRITE:
-            own, found = self._mine(task, rows, generations, claims, versions)
-            if how == APPEND or merges:
-                there = self._appended_before(task, rows, generations, own, found)
+        if write.how != REWRITE:
+            own, found = self._mine(*rows, write.claims, versions)
+            if write.how == APPEND or write.merges:
+                there = self._appended_before(*rows, own, found)
                 if there is not None and there != known:
-                    if how == APPEND and again and there == known + 1:
+                    if write.how == APPEND and again and there == known + 1:
                         return np.full(1, DONE, np.uint8)
-                    self._give_up(task, rows, generations, own)
-        arguments = (how, task, axis, rows, generations, own, sources, lengths, item, bool(merges), parts, 0)
+                    self._give_up(*rows, own)
+        write = write._replace(claims=own)
         try:
-            wrote = self._native.write_rows(*arguments, 0.0)
+            wrote = self._native.write_rows(*write, 0, 0.0)
             waits = wrote == WAITS
             if within_s > 0 and waits.any():
                 about_to_wait()
-                wrote[waits] = self._native.write_rows(*arguments, within_s)[waits]
+                wrote[waits] = self._native.write_rows(*write, 0, within_s)[waits]
         except StaleClaimError:
-            wrote = np.full(len(rows), STALE, np.uint8)
-        if how != PUT or own is None:
+            wrote = np.full(len(write.rows), STALE, np.uint8)
+        if write.how != PUT or own is None:
             return wrote
         if again:
             wrote[found == _PUT] = DONE
             for i in np.flatnonzero((wrote == STALE) & (own == NO_CLAIM)).tolist():
-                if self._was_put(task, rows[i : i + 1], generations[i : i + 1], sources, lengths, i):
+                if self._was_put(write, i):
                     wrote[i] = DONE
         ended = np.flatnonzero(wrote != WAITS)
-        self._forget(task, rows[ended], generations[ended], own[ended])
+        self._forget(write.task, write.rows[ended], write.generations[ended], own[ended])
         return wrote
 
     def _may_wait_for_disk(self, durable: bool) -> None:
@@ -470,8 +441,9 @@ class PeerCalls:
         if self._native.journal_state() is not None:
             about_to_wait()
 
-    def _was_put(self, task: int, row: Any, generation: Any, sources: Any, lengths: Any, i: int) -> bool:
-        """Whether a put took effect before the store was loaded: its claim is lost, and the row has the values."""
+    def _was_put(self, write: RowWrite, i: int) -> bool:
+        """Whether a put of a row took effect before the store was loaded: its claim is lost, and it has the values."""
+        task, row, generation = write.task, write.rows[i : i + 1], write.generations[i : i + 1]
         with self._lock:
             if self._loaded.get((task, int(row[0]))) != int(generation[0]):
                 return False
@@ -480,11 +452,12 @@ class PeerCalls:
         if not names or found.torn().any() or found.unready().any():
             return False
         fields = list(self._plan.fields)
+        sources: Any = write.sources
         for number, values, sizes in sources:
             field, place = self._plan.fields[fields[number]], names.index(fields[number])
             items = np.ones(i + 1, np.int64)
             if field.axis is not None:
-                items = lengths[: i + 1, self._plan.axis(field.axis) - 1].astype(np.int64)
+                items = write.lengths[: i + 1, self._plan.axis(field.axis) - 1].astype(np.int64)
             first, last = int(items[:i].sum()), int(items.sum())
             if field.kind == "array":
                 run, first = (values[i], 0) if isinstance(values, list) else (values, first)
@@ -691,6 +664,20 @@ def _call_number(call: Any) -> tuple[int, int]:
     if not isinstance(call, tuple) or len(call) != 2 or not all(type(each) is int for each in call):
         raise MessageError("a write has the numbers of its client and of the call")
     return call
+
+
+def _row_write(given: Any, versions: Any) -> RowWrite:
+    """What a peer writes, and to which rows; values are not checked. Raises `MessageError`."""
+    if not isinstance(given, tuple) or len(given) != len(RowWrite._fields):
+        raise MessageError("a write is a tuple of its arguments")
+    write = RowWrite(*given)
+    if type(write.how) is not int or write.how not in (PUT, APPEND, REWRITE):
+        raise MessageError("rows are put, appended to or rewritten")
+    if write.how == REWRITE:
+        _claimed_rows(write.task, write.rows, write.generations)
+        return write._replace(merges=False)
+    _claimed_rows(write.task, write.rows, write.generations, write.claims, versions)
+    return write._replace(merges=bool(write.merges))
 
 
 def _claimed_rows(task: Any, *columns: Any) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from geartrain.core.arguments import (
+    PAD,
     SECONDS,
     SEED,
     THREADS,
@@ -81,7 +82,7 @@ class ReplayOptions(Options):
     timeout_s: float = field(default=60.0, metadata=SECONDS)
     threads: int | None = field(default=None, metadata=THREADS)
     update_lag: int | None = field(default=None, metadata=checked(check_whole, 0, MAX_UPDATE_LAG))
-    pad: Pad = field(default="left", metadata=checked(check_choice, ("left", "right")))
+    pad: Pad = field(default="left", metadata=PAD)
     first_only: Sequence[str] = field(default=(), metadata=checked(check_names_of, empty=True))
     transform: Callable[[Batch], Any] | None = field(
         default=None, metadata=checked(check_function, "a function of a batch")
