@@ -44,8 +44,6 @@ std::span<double> weights_to_fill(nb::handle batch) {
 
 namespace {
 
-using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
-
 // From (rows, generations, probability, steps or None, anew), as Supplier::Rows.
 Supplier::Rows rows_of(const nb::object& given) {
   using Tuple = std::tuple<In<uint32_t>, In<uint32_t>, In<double>, std::optional<In<uint32_t>>, bool>;
@@ -244,9 +242,7 @@ class Sampler {
   friend class AskedBatch;
   static BatchSampler::Step step_of(uint64_t step, const std::optional<LimitTuple>& limits, uint64_t cursor,
                                     bool admitted) {
-    BatchSampler::Step made{.step = step, .limits = {}, .cursor = cursor, .admitted = admitted};
-    if (limits) made.limits = {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
-    return made;
+    return {.step = step, .limits = limits_of(limits), .cursor = cursor, .admitted = admitted};
   }
   static PythonCopier::CallPython call_without(const Unlocked& unlocked) {
     return [&unlocked](const std::function<void()>& act) { call_python(unlocked, act); };

@@ -44,8 +44,7 @@ void patiently_or_throw(Deadline deadline, Wait&& wait) {
 
 Options options_from(const nb::dict& given) {
   Options options;
-  const auto secret = item<nb::bytes>(given, "secret", nb::bytes("", 0));
-  options.secret.assign(secret.c_str(), secret.size());
+  options.secret = secret_of(given);
   options.transport = item<std::string>(given, "transport", "");
   if (given.contains("tls_certificate")) {
     TlsFiles files;
@@ -124,10 +123,7 @@ class Exposed {
     return nb::bytes(&handle, sizeof handle);
   }
   void close() {
-    {
-      const Unlocked unlocked;
-      region_->close();
-    }
+    without_gil([&] { region_->close(); });
     held_.reset();
   }
   bool closed() const { return region_->closed(); }
@@ -266,11 +262,9 @@ void bind_transport(nb::module_& module) {
       .def_prop_ro("tls", &Connection::tls)
       .def_prop_ro("considered", &Connection::considered)
       .def_prop_ro("lost", &Connection::lost)
-      .def("found_lost",
-           [](Connection& connection) {
-             const Unlocked unlocked;
-             return connection.look_for_end().lost;
-           })
+      .def(
+          "found_lost", [](Connection& connection) { return connection.look_for_end().lost; },
+          nb::call_guard<Unlocked>())
       .def_prop_ro("closed", &Connection::closed);
 
   nb::class_<Exposed>(module, "Region")

@@ -1,4 +1,4 @@
-// Windows as Python gives them to bindings.
+// Windows, and limits of rows, as Python gives them to bindings.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,15 @@
 #include <vector>
 
 #include "fetch/windows.h"
+#include "selection/selection.h"
 
 namespace geartrain {
+
+using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
+
+inline Limits limits_of(const std::optional<LimitTuple>& limits) {
+  return limits ? std::make_from_tuple<Limits>(*limits) : Limits{};
+}
 
 // Places in the window of a field's steps, none: the first step there; and whether the batch has an axis for them.
 using FieldStepsTuple = std::tuple<std::vector<uint32_t>, bool>;
