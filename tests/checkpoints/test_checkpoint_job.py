@@ -150,6 +150,23 @@ def test_a_step_can_be_saved_again(store_name: Any, tmp_path: Path) -> None:
         close(loaded)
 
 
+def test_a_companion_that_no_rank_has_is_an_error_before_the_step_is_complete(store_name: Any, tmp_path: Path) -> None:
+    with stores_of(store_name, [20, 30]) as stores:
+        with pytest.raises(CheckpointError, match=r"companion .*step-00000001/model does not exist .* save it before"):
+            save_all(stores, tmp_path, step=1, companions=["model"])
+        assert newest_step(tmp_path) is None
+        (tmp_path / "step-00000001").mkdir(exist_ok=True)
+        (tmp_path / "step-00000001" / "model").touch()
+        save_all(stores, tmp_path, step=1, companions=["model"])
+        assert newest_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize("name", [".", "../other", "/tmp", "a/b", "replay.json", "shard-00000-of-00001"])
+def test_a_companion_that_is_no_entry_of_its_own_is_refused(store_name: Any, tmp_path: Path, name: str) -> None:
+    with stores_of(store_name, [20]) as stores, pytest.raises(ArgumentError, match="a companion is the name of an"):
+        save_all(stores, tmp_path, step=1, companions=[name])
+
+
 def test_going_back_behind_a_complete_step_has_to_be_said(store_name: Any, tmp_path: Path) -> None:
     with stores_of(store_name, [20, 30]) as stores:
         save_all(stores, tmp_path, step=5)

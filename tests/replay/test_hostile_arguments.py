@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -292,6 +293,30 @@ def test_a_state_that_is_none_is_refused_and_the_replay_goes_on(store: gt.Store)
                     replay.sample()
             replay.load_state_dict(state)
             assert replay.sample().keys == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"selection": Uniform(seed=1)}, r"strategy=Fifo\(.*this replay has strategy=Uniform\("),
+        ({"selection": Fifo(seed=1, limits=Limits(min_length=2))}, "strategy"),
+        ({"batch_size": 3}, "batch_size=2, this replay has batch_size=3"),
+        ({"window": 2}, r"view=None, this replay has view=Windows\("),
+    ],
+)
+def test_a_state_of_a_replay_that_drew_other_batches_is_refused(store: gt.Store, changed: Any, says: str) -> None:
+    with gt.Replay(store, Fifo(seed=1), 2, prefetch=0) as replay:
+        replay.sample()
+        state = json.loads(json.dumps(replay.state_dict()))
+    with gt.Replay(store, **{"selection": Fifo(seed=1), "batch_size": 2, "prefetch": 0, **changed}) as replay:
+        with pytest.raises(ArgumentError, match=says) as refused:
+            replay.load_state_dict(state)
+        assert "remove '" in str(refused.value) and replay.step == 0
+        for what in ("strategy", "batch_size", "view"):
+            if f"remove {what!r} from the state" in str(refused.value):
+                del state[what]
+        replay.load_state_dict(state)
+        assert replay.step == 1
 
 
 def test_a_state_of_the_same_stores_in_another_order_is_refused(store: gt.Store, store_name: Callable[[], str]) -> None:

@@ -301,6 +301,7 @@ def test_rows_of_a_recorder_that_is_gone_come_back():
             recorder.step(np.ones((2, 3)), action=[1, 2], reward=np.ones(2), **flags(2))
             _ = 1 / 0
         assert len(store) == 2  # the steps that were made are kept
+        recorder = store.recorder(2)
         recorder.reset(np.zeros((2, 3)))
         del recorder
         assert store.stats()["writing"] == 0

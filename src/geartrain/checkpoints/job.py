@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from geartrain.checkpoints.requests import (
     LoadRequest,
     SaveRequest,
+    check_companions,
     check_load_requests,
     check_save_requests,
     load_request,
@@ -57,7 +58,7 @@ from geartrain.checkpoints.steps import (
     step_name,
     write_record,
 )
-from geartrain.core.arguments import check_flag, check_path, check_texts, check_whole, timeout
+from geartrain.core.arguments import check_flag, check_path, check_whole, timeout
 from geartrain.core.lifetime import on_error
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, CheckpointError, GeartrainError, PeerLostError, WaitTimeoutError
@@ -152,8 +153,8 @@ def save_checkpoint(
         replay: in place of `state`, the replay itself: its state is kept. If it keeps its rows (`keep="saved"`), the
             rows of the batches that it has delivered are freed once the step is complete on all ranks.
         keep: number of complete steps to keep, this one included. Older ones are removed.
-        companions: names of further entries in a step's directory that are removed with it, such as "model". Nothing
-            else is touched.
+        companions: names of further entries in a step's directory that belong to it, such as "model". Save them before
+            this call. They are removed with the step; nothing else is touched.
         timeout_s: longest wait for the slowest shard, and for the last rank to make the call, in seconds.
         progress: show a progress bar for this rank's shard.
 
@@ -163,7 +164,7 @@ def save_checkpoint(
     Raises:
         ArgumentError: both `state` and `replay` were given.
         CheckpointError: the save failed on this rank or on another, which the message names; earlier steps are intact.
-            Or a newer step is complete already.
+            Or a newer step is complete already, or a companion is on no rank's disk.
         RanksDisagreeError: the ranks differ in step, state, schema, limits or shards. The message names two ranks and
             the difference.
         WaitTimeoutError: a shard took longer than `timeout_s`, and may still be being written. Restart the job.
@@ -188,8 +189,7 @@ def save_checkpoint(
         state = replay.state_dict()
 
     def request() -> SaveRequest:
-        check_texts("companions", companions)
-        return save_request(store, root, step, shard, state, keep)
+        return save_request(store, root, step, shard, state, keep, companions)
 
     with _joined(group, timeout_s) as ranks:
         saved = _save(ranks, root, store, request, companions, timeout_s, progress)
@@ -220,6 +220,7 @@ def _save(
             f"step {newer} in {root} is newer than step {here.step} and complete, so the next restart "
             f"would resume from it: remove {step_name(newer)}, or save elsewhere"
         )
+    check_companions(root / step_name(here.step), all_here)
     number = next(k for k, group in enumerate(members) if ranks.rank in group)
     writes = ranks.rank == members[number][0]
     place = root / step_name(here.step)

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from geartrain.checkpoints.restore import SHARED_LIMITS, LoadOptions
-from geartrain.checkpoints.steps import Steps, scan_steps
-from geartrain.core.arguments import check_flag, check_text, check_type, check_whole, optional, shown
+from geartrain.checkpoints.steps import Steps, scan_steps, step_name
+from geartrain.core.arguments import check_flag, check_text, check_texts, check_type, check_whole, optional, shown
 from geartrain.core.schema import Field, schema_difference
-from geartrain.errors import CheckpointError, RanksDisagreeError
+from geartrain.errors import ArgumentError, CheckpointError, RanksDisagreeError
 from geartrain.store.checkpoint_format import make_directory
 from geartrain.store.store import Store
 
@@ -36,6 +36,7 @@ class SaveRequest:
         step, state, shard, keep: arguments of `save_checkpoint`; the state as JSON.
         fields, max_length, limits: properties of its store.
         steps: steps that are complete on its disk.
+        companions: names of entries that must be in the step's directory, and whether they are there on its disk.
         token: the step's id, if this is rank 0.
         now: UTC, the step's time if this is rank 0.
     """
@@ -49,6 +50,7 @@ class SaveRequest:
     max_length: int
     limits: dict[str, Any]
     steps: Steps
+    companions: dict[str, bool]
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     now: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
 
@@ -60,6 +62,7 @@ def save_request(
     shard: tuple[int, int] | None,
     state: Mapping[str, Any] | None,
     keep: int,
+    companions: Sequence[str],
 ) -> SaveRequest:
     """This rank's request, once its arguments make sense."""
     check_type("save_checkpoint takes a Store, this rank's shard", store, Store)
@@ -72,6 +75,12 @@ def save_request(
         )
     if check_whole("keep", keep) < 1:
         raise CheckpointError(f"at least one step must be kept, found keep={shown(keep)}")
+    for name in check_texts("companions", companions):
+        if name in ("", ".", "..") or "/" in name or name.startswith(("shard-", ".shard-", "replay.", "restored-")):
+            raise ArgumentError(
+                "a companion is the name of an entry in the step's directory that save_checkpoint does not write "
+                f"itself, such as 'model', found {shown(name)}"
+            )
     step, keep, shard = int(step), int(keep), None if shard is None else _numbered(shard)
     try:
         text = None if state is None else json.dumps(state, sort_keys=True)
@@ -81,7 +90,8 @@ def save_request(
     limits = {limit: store.options[limit] for limit in SHARED_LIMITS}
     steps, _ = scan_steps(root)
     store_id, schema = store.id, (store.fields, store.max_length)
-    return SaveRequest(store_id, step, text, shard, keep, *schema, limits, steps)
+    there = {name: os.path.lexists(root / step_name(step) / name) for name in companions}
+    return SaveRequest(store_id, step, text, shard, keep, *schema, limits, steps, there)
 
 
 def shard_ranks(everyone: Sequence[SaveRequest]) -> list[list[int]]:
@@ -105,6 +115,16 @@ def shard_ranks(everyone: Sequence[SaveRequest]) -> list[list[int]]:
     if {shard[0] for shard in numbered if shard} != set(range(len(groups))):
         raise RanksDisagreeError(f"shards must be numbered 0 to {len(groups) - 1}, found {list(numbered)}")
     return [numbered[k, len(groups)] for k in range(len(groups))]
+
+
+def check_companions(place: Path, everyone: Sequence[SaveRequest]) -> None:
+    """Raises `CheckpointError` where a companion is not in the step's directory `place` on any rank's disk."""
+    for name in {name: None for one in everyone for name in one.companions}:
+        if not any(one.companions.get(name) for one in everyone):
+            raise CheckpointError(
+                f"the companion {place / name} does not exist on any rank, so a restart from this step would lack it: "
+                "save it before the call of save_checkpoint, which completes the step"
+            )
 
 
 def check_save_requests(everyone: Sequence[SaveRequest], members: Sequence[Sequence[int]]) -> None:
@@ -250,6 +270,7 @@ def newest_common(root: Path, everyone: Sequence[LoadRequest]) -> tuple[int, str
 __all__ = [
     "LoadRequest",
     "SaveRequest",
+    "check_companions",
     "check_load_requests",
     "check_save_requests",
     "load_request",

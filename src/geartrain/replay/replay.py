@@ -40,7 +40,7 @@ from geartrain.replay.device import DeviceOptions
 from geartrain.replay.fetch_plan import As
 from geartrain.replay.figures import ConsumerFigures, figures_of_passes
 from geartrain.replay.options import RankOptions, ReplayOptions
-from geartrain.replay.state import checked_state
+from geartrain.replay.state import checked_state, described
 from geartrain.replay.store_waits import NoMoreRowsError
 from geartrain.replay.transitions import Transitions
 from geartrain.replay.windows import Windows, as_windows, with_room_for
@@ -171,6 +171,7 @@ class Replay(Lifetime, elsewhere="its store can be pickled; make a replay there,
             balance=ranks.balance,
             **vars(rare),
         )
+        self._description = described(self.selection, config)
         self._builder, release = open_builder(stores, self.selection, config, ranks.group, ranks.mesh)
         self._loader = BatchLoader(self._builder, config, self.stores)
         if release is not None:  # one that is dropped unpins its memory, leaves its group; its thread ends before that
@@ -412,7 +413,7 @@ class Replay(Lifetime, elsewhere="its store can be pickled; make a replay there,
         return self._loader.step
 
     def state_dict(self) -> dict[str, Any]:
-        """The replay's position, as a few numbers for JSON.
+        """The replay's position, as a few numbers and texts for JSON.
 
         With the same rows, a replay that loads it draws the same batches. Of a store with tasks it has the clock.
 
@@ -425,6 +426,7 @@ class Replay(Lifetime, elsewhere="its store can be pickled; make a replay there,
             "state": [dict(state) for state in self._loader.state],
             "exponents": [sampler.alpha for sampler in self._builder.samplers],
             **clocks,
+            **self._description,
             **self._identities(),
         }
 
@@ -441,13 +443,15 @@ class Replay(Lifetime, elsewhere="its store can be pickled; make a replay there,
         """Continues from where `state_dict` was taken. A store with tasks gets the clock of then.
 
         Args:
-            state: what `state_dict` returned.
+            state: what `state_dict` returned. Its entries "strategy", "batch_size" and "view" must be this replay's. To
+                go on with another batch size, for example, remove that entry.
 
         Raises:
-            ArgumentError: the strategy has another seed, the number or order of the stores differs, or this is not such
-                a state.
+            ArgumentError: the strategy, its seed, the batch size or the view is another, the number or order of the
+                stores differs, or this is not such a state.
         """
-        state = checked_state(state, self.selection.seed, self._identities(), len(self.stores))
+        identities = self._identities()
+        state = checked_state(state, self.selection.seed, self._description, identities, len(self.stores))
         with self._turn:
             self._check_open()
             self._loader.restart()

@@ -1,27 +1,46 @@
-"""Checks the `state_dict` of a replay before it is loaded.
+"""Checks the `state_dict` of a replay before it is loaded, and what the state says of the replay's batches.
 
-The state is a few numbers. A replay that loads them continues with the same batches.
+The state is a few numbers. A replay that loads them continues with the same batches, so it must draw as that one did.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from geartrain.core.arguments import SEED, check_real, check_type, check_whole, optional
+import numpy as np
+
+from geartrain.core.arguments import SEED, check_real, check_text, check_type, check_whole, optional
 from geartrain.errors import ArgumentError
+from geartrain.replay.config import ReplayConfig
+from geartrain.replay.windows import as_windows
+from geartrain.selection.mixture import Mixture, Selection
 
 
-def checked_state(state: object, seed: int | None, identities: Mapping[str, list[str]], stores: int) -> dict[str, Any]:
+def described(selection: Selection, config: ReplayConfig) -> dict[str, Any]:
+    """What the batches of a replay follow from, besides the store and the step, as JSON."""
+    view = as_windows(config.window) if config.view is None else config.view
+    return {"strategy": describe_strategy(selection), "batch_size": int(config.batch_size), "view": as_text(view)}
+
+
+def checked_state(
+    state: object,
+    seed: int | None,
+    description: Mapping[str, Any],
+    identities: Mapping[str, list[str]],
+    stores: int,
+) -> dict[str, Any]:
     """A replay's state, for one with this seed and these stores.
 
     Args:
+        description: what `described` says of the replay. Entries that the state lacks are not compared.
         identities: what the stores are known by, in their order, as the state has it under the same names.
         stores: how many there are.
 
     Raises:
-        ArgumentError: this is no state; it was taken with another seed, with more or fewer stores, or with the same
-            ones in another order.
+        ArgumentError: this is no state; it was taken with another seed, strategy, batch size or view, with more or
+            fewer stores, or with the same ones in another order.
     """
     found: dict[str, Any] = dict(check_type("a replay's state is the dict that `state_dict` returned", state, Mapping))
     if missing := [name for name in ("seed", "step", "state", "exponents") if name not in found]:
@@ -47,6 +66,15 @@ def checked_state(state: object, seed: int | None, identities: Mapping[str, list
         raise ArgumentError(f"the state was taken with seed {found['seed']}, the strategy has {seed}")
     if len(found["state"]) != stores:
         raise ArgumentError(f"the state was taken with {len(found['state'])} stores, there are {stores}")
+    for what, mine in description.items():
+        its = found.get(what, mine)
+        check_whole(f"the state's {what}", its) if isinstance(mine, int) else check_text(f"the state's {what}", its)
+        if its != mine:
+            raise ArgumentError(
+                f"the state was taken with {what}={str(its)[:300]}, this replay has {what}={mine}, so it would draw "
+                f"other batches. Make the replay as it was; or, to go on with other batches, remove {what!r} from the "
+                "state"
+            )
     for what, now in identities.items():  # cursors and alphas are by place
         then = list(found.get(what, now))
         if then != now and sorted(then) == sorted(now):
@@ -54,4 +82,25 @@ def checked_state(state: object, seed: int | None, identities: Mapping[str, list
     return found
 
 
-__all__ = ["checked_state"]
+def describe_strategy(selection: Selection) -> str:
+    """A strategy as text that is equal in all processes with equal settings; functions are named."""
+    if isinstance(selection, Mixture):
+        shares = ", ".join(str(float(share)) for share in selection.shares)
+        return f"Mixture([{shares}], [{', '.join(describe_strategy(each) for each in selection.strategies)}])"
+    if not dataclasses.is_dataclass(selection):
+        return type(selection).__qualname__
+    settings = [f"{field.name}={as_text(getattr(selection, field.name))}" for field in dataclasses.fields(selection)]
+    return f"{type(selection).__qualname__}({', '.join(settings)})"
+
+
+def as_text(value: Any) -> str:
+    """A setting as text that is equal in all processes with equal settings; functions are named."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [f"{field.name}={as_text(getattr(value, field.name))}" for field in dataclasses.fields(value)]
+        return f"{type(value).__qualname__}({', '.join(parts)})"
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return repr(value.item() if isinstance(value, np.generic) else value)
+
+
+__all__ = ["as_text", "checked_state", "describe_strategy", "described"]

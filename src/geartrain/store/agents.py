@@ -193,8 +193,13 @@ class AgentRecorder(Closing, RecorderPriority, elsewhere="make another one there
         return keys
 
     def close(self) -> None:
-        """Ends all episodes and keeps their steps."""
-        self.cut()
+        """Ends all episodes and keeps their steps. Later calls raise `StoreClosedError`.
+
+        Raises:
+            WaitTimeoutError, CallCancelledError: as for `StepRecorder.close`.
+        """
+        self._recorder.close()
+        self._ended, self._lanes = {**self._ended, **self._lanes}, {}
 
     @property
     def agents(self) -> list[Any]:

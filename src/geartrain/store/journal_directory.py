@@ -3,7 +3,7 @@
 A process must hold the lock of `journal.lock` to write a journal or to restore from it. The kernel drops the lock when
 the process dies. `contents` combines all frames into one result. A power cut can leave an incomplete frame at the end
 of the last segment. The next writer cuts it off before it appends anything. The manifest says which segments and frames
-are on the disk (`Extent`), so what is missing of them is damage.
+are on the disk (`JournalExtent`), so what is missing of them is damage.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Extent:
+class JournalExtent:
     """What the manifest says is on the disk; there may be more.
 
     Attributes:
@@ -265,7 +265,7 @@ class JournalDirectory:
             self.options["span_bytes"] = options["span_bytes"]
             self._note(options={**self._manifest["options"], "span_bytes": options["span_bytes"]})
 
-    def note_extent(self, extent: Extent | None) -> None:
+    def note_extent(self, extent: JournalExtent | None) -> None:
         """Notes what is on the disk, before a segment is removed and after one was added. As `note_later`."""
         self._note(extent=None if extent is None else asdict(extent))
 
@@ -736,13 +736,13 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise JournalError(f"{path} is damaged: {error}") from None
 
 
-def _extent_of(manifest: dict[str, Any]) -> Extent | None:
+def _extent_of(manifest: dict[str, Any]) -> JournalExtent | None:
     """What a manifest says is on the disk; None before the first pass. Raises `ValueError`."""
     if manifest.get("extent") is None:
         return None
     extent = entry(manifest, "extent", dict)
     names = ("oldest", "newest", "synced")
-    return Extent(*(whole_entry(extent, name, 1, _MOST_SEQUENCES) for name in names))
+    return JournalExtent(*(whole_entry(extent, name, 1, _MOST_SEQUENCES) for name in names))
 
 
 _locked: weakref.WeakSet[JournalDirectory] = weakref.WeakSet()
@@ -757,7 +757,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 __all__ = [
     "Disk",
-    "Extent",
+    "JournalExtent",
     "JournalContents",
     "JournalDirectory",
     "Segment",

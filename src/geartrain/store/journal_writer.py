@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.schema import Field
 from geartrain.store.checkpoint_format import ROW_RECORD
-from geartrain.store.journal_directory import Extent, JournalContents, JournalDirectory, Segment
+from geartrain.store.journal_directory import JournalContents, JournalDirectory, JournalExtent, Segment
 from geartrain.store.journal_format import (
     BEGIN,
     GONE,
@@ -110,7 +110,7 @@ class JournalWriter:
         self._next_sequence = contents.next_sequence
         self._undo: list[tuple[NDArray[np.uint32], list[NDArray[Any]]]] = []
         self._fd = -1
-        self._extent: Extent | None = None  # as the manifest has it
+        self._extent: JournalExtent | None = None  # as the manifest has it
         self._end = self._synced_end = 0
         self._broken = False
         self._again = np.zeros(0, np.uint32)  # to be appended although nothing is new about them
@@ -512,7 +512,7 @@ class JournalWriter:
             and not (frames and noted.synced < self._synced)
         ):
             return
-        extent = Extent(*segments, self._synced)
+        extent = JournalExtent(*segments, self._synced)
         self._directory.note_extent(extent)
         self._extent = extent
 

@@ -54,6 +54,7 @@ from geartrain.errors import (
     FieldError,
     GeartrainError,
     SchemaError,
+    StoreClosedError,
     WaitTimeoutError,
 )
 from geartrain.store.columns import Columns, check_priority, check_version
@@ -166,8 +167,8 @@ def recorded_fields(
 class StepRecorder(Closing, elsewhere="make another one there, with store.recorder(...)"):
     """Records the steps of n environments into rows. `Store.recorder` makes one. Use it from one thread at a time.
 
-    As a context manager, leaving it ends all episodes and keeps their steps. A recorder that is garbage-collected
-    instead abandons rows that were not published. A forked child cannot use its parent's recorder.
+    As a context manager, leaving it closes the recorder: that ends all episodes and keeps their steps. A recorder that
+    is garbage-collected instead abandons rows that were not published. A forked child cannot use its parent's recorder.
 
     Args:
         columns, n_envs, publish_every, overlap, autoreset, share_rows, zeros: as in `Store.recorder`, which makes the
@@ -225,7 +226,7 @@ class StepRecorder(Closing, elsewhere="make another one there, with store.record
                 f"{REPEATS!r}: rows note there which steps they repeat, so that each is drawn once; the store has "
                 f"{', '.join(fields)}"
             )
-        self._shares_rows = bool(share_rows)
+        self._shares_rows, self._closed = bool(share_rows), False
         _check_zeros(unfilled_fields(fields, share_rows=self._shares_rows), columns.names("zeros", zeros))
         mode = autoreset_mode(autoreset)
         self._same_step = mode == "same_step"
@@ -278,6 +279,7 @@ class StepRecorder(Closing, elsewhere="make another one there, with store.record
             WaitTimeoutError: the store's rate limiter did not admit a row in time.
             CallCancelledError: the process is stopping.
         """
+        self._check_open()
         version = check_version(version)
         if obs is None:
             raise ArgumentError("an episode begins with an observation, found None")
@@ -345,6 +347,8 @@ class StepRecorder(Closing, elsewhere="make another one there, with store.record
             ArgumentError: an argument has the wrong type, or `final_obs` was given with another `autoreset`
                 than "same_step".
         """
+        if self._closed:
+            self._check_open()
         version = check_version(version)
         if final_obs is not None and not self._same_step:
             raise ArgumentError("final_obs is for autoreset='same_step'; elsewhere it is the observation")
@@ -387,6 +391,7 @@ class StepRecorder(Closing, elsewhere="make another one there, with store.record
         Raises:
             SchemaError: a field is unknown or an observation, or has another shape.
         """
+        self._check_open()
         if type(values) is not dict:
             raise SchemaError(f"values are given in a dict by field, found {type(values).__name__}")
         try:
@@ -407,6 +412,7 @@ class StepRecorder(Closing, elsewhere="make another one there, with store.record
         Raises:
             WaitTimeoutError, CallCancelledError: as for `step`. The rows are abandoned.
         """
+        self._check_open()
         try:
             return self._finish(lambda given, admitted: self._native.cut(given["mask"], admitted), {"mask": mask})
         except (WaitTimeoutError, CallCancelledError):
@@ -439,11 +445,27 @@ class StepRecorder(Closing, elsewhere="make another one there, with store.record
             ArgumentError: there is no such environment.
             LockTimeoutError: another process holds the store's lock. Call `discard` again.
         """
+        self._check_open()
         return self._keys(self._native.discard(self._checked_env(env)))
 
     def close(self) -> None:
-        """Ends all episodes and keeps their steps."""
-        self.cut()
+        """Ends all episodes and keeps their steps. Later calls raise `StoreClosedError`.
+
+        Raises:
+            WaitTimeoutError, CallCancelledError: as for `step`. The rows are abandoned, and the recorder is closed.
+        """
+        if self._closed:
+            return
+        try:
+            self.cut()
+        except (WaitTimeoutError, CallCancelledError):
+            self._closed = True
+            raise
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError("this recorder was closed: make another one with store.recorder(...)")
 
     @property
     def rows(self) -> int:
@@ -463,6 +485,7 @@ class StepRecorder(Closing, elsewhere="make another one there, with store.record
 
     @priority.setter
     def priority(self, priority: float | None) -> None:
+        self._check_open()
         self._native.priority = check_priority(priority)
 
     def in_episode(self, env: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import io
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,16 @@ def recorder(tools: Tools) -> Subject:
 
 
 @factory(AgentRecorder)
-def agent_recorder(tools: Tools) -> Subject:
+def agent_recorder_of_a_closed_store(tools: Tools) -> Subject:
+    return agent_recorder(tools, lambda store, one: store.close)
+
+
+@factory(AgentRecorder, "closed itself", one_thread=ACTOR_ONE_THREAD)
+def closed_agent_recorder(tools: Tools) -> Subject:
+    return agent_recorder(tools, lambda store, one: one.close)
+
+
+def agent_recorder(tools: Tools, close: Callable[[gt.Store, AgentRecorder], Callable[[], None]]) -> Subject:
     store = episodes(tools)
     one = store.agent_recorder(2, publish_every=2)
     first = {agent: np.zeros(2, np.float32) for agent in ("a", "b")}
@@ -163,14 +173,23 @@ def agent_recorder(tools: Tools) -> Subject:
             "rows": lambda: one.rows,
             "agents": lambda: one.agents,
         },
-        close=store.close,
+        close=close(store, one),
         survives=frozenset({"rows", "agents"}),
         work=step,
     )
 
 
 @factory(StepRecorder)
-def step_recorder(tools: Tools) -> Subject:
+def step_recorder_of_a_closed_store(tools: Tools) -> Subject:
+    return step_recorder(tools, lambda store, one: store.close)
+
+
+@factory(StepRecorder, "closed itself", one_thread=ACTOR_ONE_THREAD)
+def closed_step_recorder(tools: Tools) -> Subject:
+    return step_recorder(tools, lambda store, one: one.close)
+
+
+def step_recorder(tools: Tools, close: Callable[[gt.Store, StepRecorder], Callable[[], None]]) -> Subject:
     store = episodes(tools)
     one = store.recorder(2, autoreset="disabled", publish_every=2)
     obs, no = np.zeros((2, 2), np.float32), np.zeros(2, bool)
@@ -190,7 +209,7 @@ def step_recorder(tools: Tools) -> Subject:
             "rows": lambda: one.rows,
             "in_episode": lambda: one.in_episode(1),
         },
-        close=store.close,
+        close=close(store, one),
         survives=frozenset({"rows", "in_episode"}),
         work=step,
     )

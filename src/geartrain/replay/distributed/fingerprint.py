@@ -11,13 +11,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from geartrain.replay.distributed.messages import PROTOCOL
 from geartrain.replay.sampler import StoreSampler
+from geartrain.replay.state import as_text, describe_strategy
 from geartrain.replay.transitions import Transitions
 from geartrain.replay.windows import FIRST_STEP
-from geartrain.selection.mixture import Mixture, Selection
+from geartrain.selection.mixture import Selection
 
 
 def describe_job(
@@ -31,13 +30,13 @@ def describe_job(
         "batch_size": int(batch_size),
     }
     if view is not None:
-        job["view"] = _as_text(view)
+        job["view"] = as_text(view)
     for number, part in enumerate(parts):
         which = f" of store {number}" if len(parts) > 1 else ""
         plan, options = part.plan, part.plan.store.options
         job |= {f"window{which}": plan.window, f"pad{which}": "left" if plan.pad_left else "right"}
         if plan.windows is not None and not plan.windows.plain:
-            job[f"windows{which}"] = _as_text(plan.windows)
+            job[f"windows{which}"] = as_text(plan.windows)
         first = sorted(name for name, steps in plan.taken.items() if steps == FIRST_STEP)
         if first:
             job[f"first_only{which}"] = first
@@ -66,24 +65,4 @@ def fingerprint_of(job: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(job, sort_keys=True).encode())
 
 
-def describe_strategy(selection: Selection) -> str:
-    """A strategy as text that is equal in all processes with equal settings; functions are named."""
-    if isinstance(selection, Mixture):
-        shares = ", ".join(str(float(share)) for share in selection.shares)
-        return f"Mixture([{shares}], [{', '.join(describe_strategy(each) for each in selection.strategies)}])"
-    if not dataclasses.is_dataclass(selection):
-        return type(selection).__qualname__
-    settings = [f"{field.name}={_as_text(getattr(selection, field.name))}" for field in dataclasses.fields(selection)]
-    return f"{type(selection).__qualname__}({', '.join(settings)})"
-
-
-def _as_text(value: Any) -> str:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [f"{field.name}={_as_text(getattr(value, field.name))}" for field in dataclasses.fields(value)]
-        return f"{type(value).__qualname__}({', '.join(parts)})"
-    if callable(value):
-        return str(getattr(value, "__qualname__", type(value).__qualname__))
-    return repr(value.item() if isinstance(value, np.generic) else value)
-
-
-__all__ = ["describe_job", "describe_strategy", "fingerprint_of"]
+__all__ = ["describe_job", "fingerprint_of"]
