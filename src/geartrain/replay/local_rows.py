@@ -17,6 +17,7 @@ from geartrain.replay.admission import Admission
 from geartrain.replay.builder import (
     BuiltBatch,
     PriorityUpdate,
+    RowSource,
     State,
     apply_updates,
     check_priorities,
@@ -35,7 +36,7 @@ from geartrain.store.priorities import check_keys_of
 _OF_RANKS = dict.fromkeys(("sent_bytes", "received_bytes", "selection_bytes", "select_s", "exchange_s"), 0)
 
 
-class LocalRows:
+class LocalRows(RowSource):
     """Draws and reads batches from the stores of this process; see `RowSource`.
 
     With a number as `update_lag` the batches are the same as on any number of ranks. They are global batches, and their
@@ -52,9 +53,6 @@ class LocalRows:
     Attributes:
         mixed: whether batches are a mixture's.
     """
-
-    overlaps = False
-    collective = False
 
     def __init__(
         self,
@@ -90,9 +88,6 @@ class LocalRows:
     @property
     def callbacks(self) -> list[str]:
         return [name for sampler in self.samplers for name in sampler.callbacks]
-
-    def enter(self) -> None:
-        pass
 
     # --- a batch ------------------------------------------------------------------------------------------------
 
@@ -154,12 +149,6 @@ class LocalRows:
                 first += quota
         return state
 
-    def ready(self, started: BuiltBatch) -> bool:
-        return True
-
-    def finish(self, started: BuiltBatch) -> BuiltBatch:
-        return started
-
     # --- priorities, state, leaving -------------------------------------------------------------------------------
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
@@ -207,9 +196,6 @@ class LocalRows:
         if self.samplers[0].packed is not None:
             return {**figures, "local_bytes": self._packed_bytes, "balance": 1.0, "balance_newest": 1.0}
         return {**figures, "local_bytes": self._read * sum(self.samplers[0].arrays.values())}
-
-    def describe(self) -> list[dict[str, Any]]:
-        return []
 
     def abort(self, reason: str) -> None:
         """The segments stay where a group is left so."""
