@@ -30,8 +30,6 @@ namespace {
 
 // rank, replica, which of a row's arrays it gets
 using ConsumerTuple = std::tuple<uint32_t, uint32_t, std::vector<uint32_t>>;
-// by priority, with replacement, stratified, order (none), with a cursor, over steps
-using DrawsTuple = std::tuple<bool, bool, bool, std::optional<int>, bool, bool>;
 // how rows are drawn (none: by code of the strategy's own), seed, atom, whether samples are limited
 using StoreTuple = std::tuple<std::optional<DrawsTuple>, uint64_t, uint32_t, bool>;
 // store (None: of another host), which store of the job it is of, fields, whether this rank counts for others, turn,
@@ -705,21 +703,7 @@ void bind_rank_reader(nb::module_& module) {
             for (const auto& [draws, seed, atom, limited] : stores) {
               RankReader::StorePlan plan{.draws = {}, .seed = seed, .atom = atom, .limited = limited};
               if (draws) {
-                const auto [by_priority, replacement, stratified, order, cursor, over_steps] = *draws;
-                plan.draws = BatchSampler::Settings{.window = settings.window,
-                                                    .pad_left = pad_left,
-                                                    .threads = threads,
-                                                    .seed = seed,
-                                                    .by = by_priority ? By::priority : By::row,
-                                                    .replacement = replacement,
-                                                    .stratified = stratified,
-                                                    .over_steps = over_steps,
-                                                    .transitions = settings.view,
-                                                    .cursor = cursor};
-                if (order) {
-                  plan.draws->form = BatchSampler::Form::ordered;
-                  plan.draws->order = static_cast<Order>(*order);
-                }
+                plan.draws = sampler_settings(*draws, settings.window, pad_left, threads, seed, settings.view);
               }
               settings.stores.push_back(std::move(plan));
             }

@@ -136,12 +136,8 @@ void check_known(const Candidates& from, std::span<const uint32_t> rows) {
 struct DrawnArrays {
   explicit DrawnArrays(size_t n, bool with_steps = false)
       : size(n), memory((with_steps ? 3 : 2) * PooledMemory::padded(4 * n) + PooledMemory::padded(8 * n)) {
-    out = {part<uint32_t>(), part<uint32_t>(), part<double>()};
-    if (with_steps) out.steps = part<uint32_t>();
-  }
-  template <typename T>
-  std::span<T> part() {
-    return {reinterpret_cast<T*>(memory.take(size * sizeof(T))), size};
+    out = {memory.take_items<uint32_t>(n), memory.take_items<uint32_t>(n), memory.take_items<double>(n)};
+    if (with_steps) out.steps = memory.take_items<uint32_t>(n);
   }
   template <typename T>
   nb::object array(std::span<T> values) const {
@@ -252,8 +248,8 @@ template <typename AtWork>
 nb::tuple found(const Population& from, By by, const In<uint64_t>& targets, AtWork at_work) {
   const size_t n = targets.size();
   PooledMemory memory(3 * PooledMemory::padded(4 * n));
-  const auto part = [&] { return std::span<uint32_t>(reinterpret_cast<uint32_t*>(memory.take(4 * n)), n); };
-  const std::span<uint32_t> rows = part(), generations = part(), priorities = part();
+  const auto rows = memory.take_items<uint32_t>(n), generations = memory.take_items<uint32_t>(n),
+             priorities = memory.take_items<uint32_t>(n);
   const uint64_t missing = at_work([&] { return find_rows(from, by, view(targets), rows, generations, priorities); });
   return nb::make_tuple(memory.array(rows, {n}), memory.array(generations, {n}), memory.array(priorities, {n}),
                         missing);

@@ -70,8 +70,7 @@ class NativeBatch(Batch):
     def __getattr__(self, name: str) -> Any:
         value: Any
         if name in _METADATA:
-            make = self._plan.from_dlpack
-            value = getattr(self._rows, name)() if make is None else self._rows.metadata_tensor(name, make)
+            value = getattr(self._rows, name)(self._plan.from_dlpack)
         elif name == "keys":
             value = keys_of(self._rows, self._store_ids, self._plan.per_step)
         elif name == "fields":
@@ -93,13 +92,10 @@ class NativeBatch(Batch):
             if name not in self:
                 raise unknown_field(name, plan.names)
             place = plan.exchanged.get(name)
-            make = plan.from_dlpack
             if place is None:
                 found = plan.as_field(name, self._rows.field(plan.places[name]))
-            elif make is None:
-                found = self._rows.field(place)
             else:
-                found = self._rows.tensor(place, make)
+                found = self._rows.field(place, plan.from_dlpack)
             self._shown[name] = found
         return found
 

@@ -414,16 +414,7 @@ class RankReader:
 
 
 def _plan_of(sampler: StoreSampler) -> tuple[tuple[Any, ...] | None, int, int, bool]:
-    traits, draws = sampler.traits, None
-    if sampler.draws_natively:
-        draws = (
-            traits.by_priority,
-            traits.replacement,
-            traits.stratified,
-            traits.order,
-            traits.cursor,
-            traits.over_steps,
-        )
+    draws = sampler.native_draws(sampler.traits.cursor) if sampler.draws_natively else None
     return draws, seed_of(sampler.strategy), sampler.atom, sampler.limited
 
 
