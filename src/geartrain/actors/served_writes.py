@@ -199,8 +199,7 @@ class PeerHandle:
     def __getattr__(self, name: str) -> Any:
         if name not in self._calls.CALLS:
             raise AttributeError(f"a store is not asked for {shown(name)}")
-        self.__dict__[name] = found = getattr(self._calls, name)  # the next call finds it at once
-        return found
+        return getattr(self._calls, name)
 
     def __del__(self) -> None:
         with suppress(Exception):
