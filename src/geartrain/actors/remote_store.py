@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
+from geartrain.actors.remote_calls import RemoteCalls
 from geartrain.actors.remote_tasks import RemoteReader, RemoteRows
-from geartrain.actors.store_server import pack, unpack
+from geartrain.actors.served_writes import pack, unpack
 from geartrain.core.arguments import (
     OUTPUT,
     PAD,
@@ -125,14 +126,14 @@ class RemoteStore(
         self.node, self.peer, self.name = node, check_text("peer", peer), check_text("the name of a store", name)
         self.timeout_s = timeout(timeout_s)
         about = self._call("describe")
-        self._id: int = about["id"]
         self.plan = None if about["plan"] is None else plan_of_described(about["plan"])
         if self.plan is None:
             described = about["fields"].items()
             self.fields = {each: Field(tuple(shape), kind, per_row=once) for each, (shape, kind, once) in described}
+            self._calls = RemoteCalls(node, self.peer, self.name, self.timeout_s, about)
         else:
             self.fields = dict(self.plan.fields)
-            self._rows = RemoteRows(node, self.peer, self.name, self.timeout_s, self._id, self.plan)
+            self._calls = self._rows = RemoteRows(node, self.peer, self.name, self.timeout_s, about, self.plan)
             self.native = cast("_native.Store", self._rows)
         self.max_length: int = about["max_length"]
         self.capacity = about["capacity"]
@@ -141,7 +142,7 @@ class RemoteStore(
     @property
     def id(self) -> int:
         """The store's id, which its keys carry."""
-        return self._id if self.plan is None else self._rows.store_id
+        return self._calls.store_id
 
     def _call(self, what: str, *args: Any) -> Any:
         return self.node.call(self.peer, f"geartrain.store.{what}", self.name, *args, timeout_s=self.timeout_s)
@@ -195,7 +196,8 @@ class RemoteStore(
         for each, value in fields.items():
             check_unmasked(f"field {each!r}", value)
         arrays = {each: value if hasattr(value, "dtype") else np.asarray(value) for each, value in fields.items()}
-        return unpack(self._call("insert", arrays, given))
+        rows, generations = self._calls.write("insert", lambda again: (arrays, given))
+        return Keys.of_rows(rows, generations, self.id)
 
     def fetch(
         self,
@@ -304,8 +306,8 @@ class RemoteStore(
         Args:
             n, sources, table, of_rows, threads, timeout_s, durable: as there.
         """
-        priorities, versions = of_rows
-        found = self._rows.insert(n, sources, table, priorities, versions, timeout_s, durable)
+        given = n, list(sources), table, *of_rows, timeout_s, durable
+        found: tuple[Any, Any] | int = self._calls.write("insert_packed", lambda again: given, wait_s=timeout_s)
         return found if isinstance(found, int) else Keys.of_rows(*found, self.id)
 
     def _claim_rows(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Found:
@@ -343,7 +345,8 @@ class RemoteStore(
         """
         keys = check_keys(keys)
         keys.check_store(self.id, self.name)
-        return int(self._call("update_priorities", pack(keys), np.asarray(priorities)))
+        given = pack(keys), np.asarray(priorities)
+        return int(self._calls.write("update_priorities", lambda again: given))
 
     def delete(self, keys: Keys | ArrayLike) -> int:
         """Removes rows; returns how many keys were stale.
@@ -353,7 +356,7 @@ class RemoteStore(
         """
         keys = check_keys(keys)
         keys.check_store(self.id, self.name)
-        return int(self._call("delete", pack(keys)))
+        return int(self._calls.write("delete", lambda again: (pack(keys),)))
 
     def recorder(
         self,
