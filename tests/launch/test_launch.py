@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+import urllib.error
 import urllib.request
 
 import launched
@@ -67,16 +68,28 @@ def scrape(context):
     while "metrics for Prometheus" not in text:
         text = log.read_text()
         time.sleep(0.02)
-    port = re.search(r"Prometheus on port (\d+)", text)[1]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as reply:
-        print(reply.read().decode())
+    port = re.search(r"Prometheus on http://127\.0\.0\.\d:(\d+)/metrics", text)[1]
+    for host in ("127.0.0.1", "127.0.0.2"):
+        try:
+            with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=20) as reply:
+                print(f"{reply.read().decode()}\nserved at {host}")
+        except urllib.error.URLError:
+            print(f"refused at {host}")
 
 
-def test_metrics_are_served_to_prometheus(job, tmp_path):
+@pytest.mark.parametrize(
+    ("given", "served", "refused"),
+    [({}, "127.0.0.1", "127.0.0.2"), ({"metrics_host": "127.0.0.2"}, "127.0.0.2", "127.0.0.1")],
+)
+def test_metrics_are_served_to_prometheus_on_loopback_or_the_address_that_is_given(
+    job, tmp_path, given, served, refused
+):
     pytest.importorskip("prometheus_client", reason="an extra: pip install 'geartrain[metrics]'")
-    run(job(launch.learners(scrape)), tmp_path, metrics_port=0)
+    run(job(launch.learners(scrape)), tmp_path, metrics_port=0, **given)
     said = text(tmp_path, "learner-0").splitlines()
     for line in (
+        f"served at {served}",
+        f"refused at {refused}",
         'geartrain_job_steps_total{process="learner-0"} 3.0',
         'geartrain_job_wait_seconds_total{process="learner-0"} 0.0',
         'geartrain_job_version{process="learner-0"} 2.0',

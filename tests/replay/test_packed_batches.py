@@ -18,7 +18,7 @@ from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError
-from geartrain.selection import Epochs, Fifo, Lifo, Mixture, Prioritized, TopK, Uniform
+from geartrain.selection import Epochs, Fifo, GroupSampling, Lifo, Mixture, Prioritized, TopK, Uniform
 
 TASKS = ("answer", "reward", "ref", "advantage")
 
@@ -177,10 +177,12 @@ def test_options_that_such_stores_do_not_have_are_refused(store: gt.Store, optio
         replay_of(store, Fifo(), 2, **options)
 
 
-def test_strategies_over_steps_and_mixtures_are_refused(store: gt.Store) -> None:
+def test_strategies_over_steps_groups_by_values_with_axes_and_mixtures_are_refused(store: gt.Store) -> None:
     for strategy in (Uniform(over="steps"), Epochs(over="steps")):
         with pytest.raises(ArgumentError, match=r"no steps|max_times_sampled"):
             gt.Replay(store, strategy, 2)
+    with pytest.raises(ArgumentError, match=r"groups are told by .*'prompt' of the store .* the axis 'prompt'"):
+        gt.Replay(store, GroupSampling("prompt", 2), 2)
     mixture = Mixture([0.5, 0.5], [Fifo(), Fifo()])
     with pytest.raises(ArgumentError, match="several stores"):
         gt.Replay([store, store], mixture, 2)

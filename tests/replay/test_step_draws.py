@@ -302,6 +302,8 @@ def test_what_knows_no_steps_is_refused_when_the_replay_is_made():
         with pytest.raises(FieldError, match="transitions need"):
             with make_store() as bare:
                 gt.Replay(bare, Prioritized(), 4, view=view)
+        with pytest.raises(FieldError, match=r"transitions need 'obz'.*did you mean 'obs'"):
+            gt.Replay(store, Prioritized(), 4, view=gt.Transitions(obs="obz"))
 
 
 def test_stores_whose_steps_have_none_behind_them_or_no_priority_are_empty():

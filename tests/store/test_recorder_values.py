@@ -151,3 +151,5 @@ def test_environments_whose_newest_step_has_other_values_are_told():
         for wrong in ({"action": [1, 2, 3]}, {"action": ["a", 2]}, {"obs": np.ones((2, 3))}, {"last": [0, 1]}, [1, 2]):
             with pytest.raises(SchemaError):
                 recorder.differing(wrong)
+        with pytest.raises(FieldError, match=r"no field 'rewrad'.*did you mean 'reward'"):
+            recorder.differing({"rewrad": [1.0, 2.0]})

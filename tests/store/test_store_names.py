@@ -284,6 +284,14 @@ def test_a_name_that_looks_like_a_file_is_told_from_one(there, tmp_path, monkeyp
     assert "this directory" not in str(caught.value)
 
 
+def test_a_file_in_a_directory_that_is_missing_is_told_from_a_name(tmp_path):
+    told = pytest.raises(StoreMissingError, match=r"no directory '.*/runs': make it, or take a name without a slash")
+    with told:
+        gt.Store.create(tmp_path / "runs" / "a", X, capacity=1)
+    with told:
+        gt.Store.open(tmp_path / "runs" / "a")
+
+
 def test_a_name_that_looks_like_none_is_taken_without_a_word(name, caplog):
     with gt.Store.create(name, X, capacity=3):
         assert not caplog.records

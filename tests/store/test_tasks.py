@@ -101,6 +101,8 @@ def test_strings_and_wide_items_come_back_as_they_went_in() -> None:
         ({"prompt": [np.zeros((3, 2), np.int32)], "id": [1]}, {}, SchemaError, r"takes \(m\) for each row"),
         ({"prompt": "ab", "id": [1]}, {}, SchemaError, "prompt"),
         ({"prompt": None, "id": [1]}, {}, SchemaError, "found None"),
+        ({"prompt": [[1], None], "id": [1, 2]}, {}, SchemaError, "takes an array for each row, found None for row 1"),
+        ({"prompt": [[1]], "id": ["a"]}, {}, SchemaError, "'id' holds .*, found 'a', which is no number"),
         ({"prompt": [[1]], "id": [1]}, {"lengths": {"tokens": [1]}}, SchemaError, "lengths= has the axis 'tokens'"),
         ({"prompt": [[1]], "id": [1]}, {"priorities": [-1.0]}, SchemaError, "priorit"),
         ({"prompt": [[1]], "id": [1]}, {"timeout_s": -1}, ArgumentError, "timeout_s"),

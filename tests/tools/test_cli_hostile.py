@@ -138,6 +138,7 @@ SENSELESS = {
         "--timeout-s": ("0", "-1"),
         "--every-s": ("-1", "0"),
         "--metrics-port": ("-1", "65536"),
+        "--metrics-host": ("",),
         "--hosts": ("0", "-1"),
         "--host": ("-1", "7"),
         "--master": ("x", "host", ":", "host:", ":1", "host:0", "host:99999", "host:²", *WORDS),

@@ -259,7 +259,7 @@ def did_you_mean(given: object, known: Iterable[object]) -> str:
     near: dict[str, None] = {}
     for word in words:
         if isinstance(word, str):
-            near |= dict.fromkeys(difflib.get_close_matches(word[:100].lower(), by_lower, 1, 0.7))
+            near |= dict.fromkeys(difflib.get_close_matches(word[:100].lower(), by_lower, 1, 0.65))
     return f"; did you mean {' and '.join(repr(by_lower[each]) for each in near)}?" if near else ""
 
 

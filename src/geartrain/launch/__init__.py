@@ -36,7 +36,7 @@ import os
 import time
 from pathlib import Path
 
-from geartrain.core.arguments import check_flag, check_path, check_real, check_type, check_whole
+from geartrain.core.arguments import check_flag, check_path, check_real, check_text, check_type, check_whole
 from geartrain.errors import JobInterruptedError, JobTimeoutError, ProcessDiedError
 from geartrain.launch.actor_pool import ActorContext, ActorPool
 from geartrain.launch.context import Context, context
@@ -54,6 +54,7 @@ def run(
     live: bool | None = None,
     every_s: float = 10.0,
     metrics_port: int | None = None,
+    metrics_host: str = "127.0.0.1",
 ) -> Summary:
     """Runs a job to its end on this host. On several hosts, call it on each.
 
@@ -65,6 +66,7 @@ def run(
         live: True shows a table, False prints lines; by default a table on a terminal.
         every_s: seconds between lines.
         metrics_port: port of this host that serves metrics for Prometheus; 0 is a free one.
+        metrics_host: address to serve them on, without a password; loopback by default. "0.0.0.0" is all of the host's.
 
     Returns:
         How the job went.
@@ -96,11 +98,19 @@ def run(
     check_real("every_s", every_s, above=0)
     if metrics_port is not None:
         check_whole("metrics_port", metrics_port, 0, 65535)
+    check_text("metrics_host", metrics_host)
     position = position or host_position(os.environ)
     name = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}" + ("" if position.hosts == 1 else f"-host{position.host}")
     logs = check_path("folder", folder) if folder is not None else Path("runs") / name
     return Launcher(
-        job, position, logs.resolve(), fresh=fresh, live=live, every_s=every_s, metrics_port=metrics_port
+        job,
+        position,
+        logs.resolve(),
+        fresh=fresh,
+        live=live,
+        every_s=every_s,
+        metrics_port=metrics_port,
+        metrics_host=metrics_host,
     ).run()
 
 

@@ -64,13 +64,14 @@ class Launcher:
         live: bool | None,
         every_s: float,
         metrics_port: int | None = None,
+        metrics_host: str = "127.0.0.1",
     ) -> None:
         self.job, self.position, self.folder = job, position, folder
         self._placed = place(job, position.hosts)
         job_secret(position)  # refuses, before anything is made
         self.summary = Summary(folder=str(folder), restarts={each.role.name: 0 for each in self._placed})
         self._fresh = fresh
-        self._metrics_port = metrics_port
+        self._metrics_host, self._metrics_port = metrics_host, metrics_port
         self._signals: list[int] = []
         self._began_s = time.monotonic()
         self._end: tuple[str, str] | None = None  # outcome, text
@@ -373,9 +374,9 @@ class Launcher:
             found = MetricsReader(self._counters, names).read()  # on a thread of the server
             return dict(zip((each.name for each in self._processes), found, strict=True))
 
-        endpoint = PrometheusEndpoint(read, "0.0.0.0", port, self.job.trust)
+        endpoint = PrometheusEndpoint(read, self._metrics_host, port, self.job.trust)
         stack.callback(endpoint.close)
-        self._display.say(f"metrics for Prometheus on port {endpoint.port}")
+        self._display.say(f"metrics for Prometheus on http://{self._metrics_host}:{endpoint.port}/metrics")
 
     # --- display and summary ------------------------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ def run(
     fresh: bool = False,
     every_s: float = 10.0,
     metrics_port: int | None = None,
+    metrics_host: str = "127.0.0.1",
     place_s: float = PLACE_S,
 ) -> list[Summary]:
     """Runs a job to its end on nodes of a Ray cluster, one node a host.
@@ -74,7 +75,7 @@ def run(
         folder: folder of the logs on each node, followed by -hostN for several; by default runs/NAME-TIME.
         directory: directory of the job's code on the nodes, instead of the job's; "." is that of Ray's runtime
             environment.
-        fresh, every_s, metrics_port: as for `launch.run`. Ray shows the lines that the launchers print.
+        fresh, every_s, metrics_port, metrics_host: as for `launch.run`. Ray shows the lines that the launchers print.
         place_s: longest wait for Ray to find the nodes, in seconds.
 
     Returns:
@@ -101,7 +102,8 @@ def run(
 
     name = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     logs = Path(folder) if folder is not None else Path("runs") / name
-    options = {"fresh": fresh, "live": False, "every_s": every_s, "metrics_port": metrics_port}
+    options: dict[str, Any] = {"fresh": fresh, "live": False, "every_s": every_s}
+    options |= {"metrics_port": metrics_port, "metrics_host": metrics_host}
     bundles = [_bundle(each) for each in needed]
     signals: list[int] = []
     # On one node each: a store is a node's, and so are the ranks' devices.

@@ -53,6 +53,13 @@ def check_grouping(stores: Sequence[Store], selection: Selection, batch_size: in
 
 
 def _check_field(store: Store, name: str) -> None:
+    field = store.fields.get(name)
+    if field is not None and (field.kind != "array" or field.axis is not None):
+        found = field.kind if field.kind != "array" else f"{field.dtype} with the axis {field.axis!r}"
+        raise ArgumentError(
+            f"groups are told by a field of one whole number a row, {name!r} of the store {store.name!r} is {found}: "
+            "insert a number with each row, such as that of its prompt, and group by it"
+        )
     column = store.column(name)
     field = store.fields[name]
     if field.per_row and column.ndim == 1 and column.dtype.kind in "iub":

@@ -34,7 +34,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import Options, check_names_of, check_real, check_type, check_whole, checked, leave_out
+from geartrain.core.arguments import (
+    Options,
+    check_names_of,
+    check_real,
+    check_type,
+    check_whole,
+    checked,
+    did_you_mean,
+    leave_out,
+)
 from geartrain.core.dtypes import DTYPES, Dtype, as_tensor, is_exchanged, numpy_dtype
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, FieldError
@@ -150,7 +159,7 @@ class Transitions(Options):
         if missing:
             raise FieldError(
                 f"transitions need {', '.join(map(repr, missing))}, but the store {store.name!r} has "
-                f"{', '.join(fields)}: create its fields with geartrain.recorded_fields"
+                f"{', '.join(fields)}: create its fields with geartrain.recorded_fields{did_you_mean(missing, fields)}"
             )
         for name in (_REWARD, _TERMINATED, *obs):
             if fields[name].per_row:

@@ -8,12 +8,13 @@ arguments.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Number
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from geartrain.core.arguments import check_choice, check_unmasked, default_threads, did_you_mean
+from geartrain.core.arguments import check_choice, check_unmasked, default_threads, did_you_mean, shown
 from geartrain.core.dtypes import DTYPES, Dtype, as_dtype, as_raw, plain_tensor, torch_dtype
 from geartrain.core.keys import Keys
 from geartrain.core.schema import Field, of_field
@@ -140,10 +141,15 @@ def as_array(name: str, field: Field, data: Any, casting: Casting) -> Any:
         try:
             data = np.asarray(data)
         except (TypeError, ValueError, OverflowError) as error:  # lists of several lengths
-            raise SchemaError(
-                f"field {name!r} cannot be turned into an array of all rows: {error}. Pad rows of different lengths "
-                "and pass lengths=, or insert them one by one"
-            ) from None
+            advice = (
+                "Pad rows of different lengths and pass lengths=, or insert them one by one"
+                if field.axis is None
+                else "Pass a list with one array for each row"
+            )
+            why = str(error).rstrip(".")
+            raise SchemaError(f"field {name!r} cannot be turned into an array of all rows: {why}. {advice}") from None
+    if getattr(data.dtype, "kind", "") in ("S", "U", "O") and data.size:
+        raise _no_number(name, field, data)
     try:
         found = as_dtype(data.dtype)
     except SchemaError as error:
@@ -158,6 +164,19 @@ def as_array(name: str, field: Field, data: Any, casting: Casting) -> Any:
     if hasattr(data, "detach"):
         return plain_tensor(data).to(torch_dtype(DTYPES[field.dtype]))
     return data.astype(field.numpy_dtype)
+
+
+def _no_number(name: str, field: Field, data: NDArray[Any]) -> SchemaError:
+    """The error about texts and objects, such as None, where the field holds numbers."""
+    first = next((value for value in data.flat if not isinstance(value, Number)), data.flat[0])
+    if isinstance(first, np.generic):
+        first = first.item()  # whose repr is the value's
+    kind = "Text" if isinstance(first, str) else "Bytes" if isinstance(first, bytes) else ""
+    advice = (
+        f". For {kind.lower()} make it a field of geartrain.{kind}(); rows with steps cannot have one" if kind else ""
+    )
+    what = "which is beyond 64 bits" if isinstance(first, Number) else "which is no number"
+    return SchemaError(f"field {name!r} holds {field.dtype}, found {shown(first)}, {what}{advice}")
 
 
 def as_buffer(name: str, field: Field, data: Any) -> Any:

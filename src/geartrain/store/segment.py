@@ -81,6 +81,17 @@ def path_hint(name: str) -> str:
     return f". A name without a slash is a segment of shared memory; the file in this directory is {'./' + name!r}"
 
 
+def _folder_hint(name: str) -> str:
+    """The end of a message about a store in a file whose directory is missing."""
+    folder = Path(name).parent
+    if "/" not in name or folder.is_dir():
+        return ""
+    return (
+        f". A name with a slash is a file, and there is no directory {str(folder)!r}: make it, or take a name without "
+        "a slash, which is a segment of shared memory"
+    )
+
+
 def remover_number(remover: object, fields: Mapping[str, Field]) -> int:
     """A remover as segments have it.
 
@@ -242,6 +253,8 @@ def create_segment(
         )
     except StoreExistsError:
         raise StoreExistsError(_describe_existing(name, trust)) from None
+    except StoreMissingError as error:
+        raise StoreMissingError(f"{error}{_folder_hint(name)}") from None
 
 
 #: Bytes of a region of spans, at least.
@@ -350,7 +363,7 @@ def peek(name: str, trust: Trust = "user", *, timeout_s: float = 1.0) -> _native
 
 def _stores_here(wanted: str) -> str:
     if "/" in wanted:
-        return ""
+        return _folder_hint(wanted)
     hint = path_hint(wanted)
     newest_first = sorted(leftovers(f"{_PREFIX}*"), key=_changed_at, reverse=True)
     names = [path.name.removeprefix(_PREFIX) for path in newest_first]

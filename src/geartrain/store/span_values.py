@@ -193,7 +193,7 @@ def _parse(name: str, field: Field, data: Any, n: int | None, casting: Casting) 
 
 def _is_of_rows(data: Sequence[Any]) -> bool:
     """Whether a list has a value for each row, and not numbers."""
-    return not data or isinstance(data[0], list | tuple) or getattr(data[0], "ndim", 0) > 0
+    return not data or data[0] is None or isinstance(data[0], list | tuple) or getattr(data[0], "ndim", 0) > 0
 
 
 def _rows(name: str, field: Field, data: Sequence[Any], casting: Casting) -> _Values:
@@ -204,6 +204,8 @@ def _rows(name: str, field: Field, data: Sequence[Any], casting: Casting) -> _Va
     dtype = _dtype_in_numpy(field)
     for i, each in enumerate(data):
         array = each
+        if each is None:
+            raise SchemaError(f"field {name!r} takes an array for each row, found None for row {i}")
         if type(each) is not np.ndarray or each.dtype != dtype or not each.flags.c_contiguous:
             array = _memory(name, field, _whole(name, field, each, casting))
         if array.ndim != ndim or array.shape[1:] != field.shape:

@@ -54,7 +54,12 @@ class StepArguments:
         for name, value in values.items():
             try:
                 arrays[name] = np.ascontiguousarray(value, self._fields[name].numpy_dtype)
-            except (KeyError, TypeError, ValueError, OverflowError) as error:
+            except KeyError:
+                raise FieldError(
+                    f"the store has no field {shown(name)}; it has {', '.join(self._fields)}"
+                    f"{did_you_mean(name, self._fields)}"
+                ) from None
+            except (TypeError, ValueError, OverflowError) as error:
                 raise SchemaError(f"{name!r} does not fit the store's fields: {error}") from None
         return arrays
 

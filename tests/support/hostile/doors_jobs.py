@@ -228,8 +228,15 @@ def launch_load(tools: Tools) -> Door:
 def launch_run(tools: Tools) -> Door:
     tools.enter(mock.patch.object(Launcher, "run", lambda self: None))  # a job of its own is for other tests
     one = launch.Job("hostile-doors", [launch.Role("one", ["/bin/true"])], stop_s=1.0, keep_store="never")
-    given = {"position": None, "fresh": False, "live": False, "every_s": 10.0, "metrics_port": None}
-    return launch.run, {"job": one, "folder": tools.folder(), **given}
+    given = {
+        "position": None,
+        "fresh": False,
+        "live": False,
+        "every_s": 10.0,
+        "metrics_port": None,
+        "metrics_host": "127.0.0.1",
+    }
+    return launch.run, {"job": one, "folder": tools.folder(), **given, "metrics_host": "127.0.0.1"}
 
 
 @door("ActorPool", store=nothing, actors=whole(1, 255), max_restarts=whole(0, 2**31))

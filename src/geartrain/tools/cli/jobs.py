@@ -76,6 +76,9 @@ def launch(
     metrics_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics on this port of the host.")
     ] = None,
+    metrics_host: Annotated[
+        str, typer.Option(help="Address for --metrics-port, which has no password; 0.0.0.0 is all of the host's.")
+    ] = "127.0.0.1",
     hosts: Annotated[
         int | None, typer.Option(min=1, help="Number of hosts. Not needed under torchrun or srun.")
     ] = None,
@@ -152,7 +155,8 @@ def launch(
             from geartrain.launch.ray import run
 
             options: dict[str, Any] = {"folder": folder, "fresh": fresh, "every_s": every_s}
-            run(described, hosts=hosts or 1, address=ray, metrics_port=metrics_port, **options)
+            options |= {"metrics_port": metrics_port, "metrics_host": metrics_host}
+            run(described, hosts=hosts or 1, address=ray, **options)
             return
         launching.run(
             described,
@@ -162,6 +166,7 @@ def launch(
             live=False if lines else None,
             every_s=every_s,
             metrics_port=metrics_port,
+            metrics_host=metrics_host,
         )
     except launching.JobTimeoutError as error:
         die(str(error), 124)
