@@ -54,6 +54,7 @@ PACKAGES = (
     "rich.console",
     "rich.table",
     "rich.progress",
+    "matplotlib.pyplot",
     "geartrain",
 )
 # of geartrain, whose parts are imported when they are first used
