@@ -50,7 +50,7 @@ def test_without_its_peer_every_call_is_measured_beside_its_floor(monkeypatch: p
     assert "does not start" in result.baselines_missing["transferqueue"]
     assert llm.INSTALL in result.baselines_missing["transferqueue"]
     assert "unknown" in result.baselines_missing["pigeon"]
-    assert llm.INSTALL in llm.run(dataclasses.replace(TINY, per_row=()), {}).baselines_missing["transferqueue"]
+    assert llm.INSTALL in llm.run(TINY, {}, only=("one row",)).baselines_missing["transferqueue"]
 
 
 def test_a_peer_that_returns_other_bytes_or_fails_is_lost_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
