@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import os
+import secrets
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHM = Path("/dev/shm")
+# A killed run of the same process number may have left segments.
+RUN = f"{os.getpid()}-{secrets.token_hex(2)}"
 _numbers = itertools.count()
 
 
@@ -31,7 +34,7 @@ class Names:
     """Hands out names that no other test or process uses, and removes what a test was allowed to leave."""
 
     def __init__(self) -> None:
-        self._prefix = f"test-{os.getpid()}-{next(_numbers)}"
+        self._prefix = f"test-{RUN}-{next(_numbers)}"
         self._count = itertools.count()
         self._forgiven: set[str] = set()
 

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import os
 import re
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ Run = Callable[..., list[Rank]]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Runs an example, once for all tests that look at it; no segment may be left of any."""
     engines, numbers = Engines(), itertools.count()
-    prefix = f"test-engines-{os.getpid()}"
+    prefix = f"test-engines-{os.getpid()}-{secrets.token_hex(2)}"
 
     @functools.cache
     def of(example: str, ranks: int, *arguments: str, lives: int = 1) -> list[Rank]:
@@ -233,7 +234,7 @@ def torchrun(example: str, *options: str) -> list[str]:
 def test_torchrun_restarts_a_killed_job_and_leaves_nothing_behind(
     unkilled: Callable[[int], list[Rank]], tmp_path: Path
 ) -> None:
-    name = f"test-torchrun-{os.getpid()}"
+    name = f"test-torchrun-{os.getpid()}-{secrets.token_hex(2)}"
     options = ["--steps", str(STEPS), "--directory", "saved", *SAVING, "--crash-at", "13", "--store", name]
     start = ["--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     done = subprocess.run(
