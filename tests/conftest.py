@@ -8,6 +8,7 @@ import itertools
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -60,8 +61,13 @@ class Names:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected stays: no collection of a test, and no forked process, is to go through it."""
+    """What is imported and collected stays: no collection of a test, and no forked process, is to go through it.
+
+    torch has one thread: more would spin wherever they wait for a core that another process has.
+    """
     gc.freeze()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

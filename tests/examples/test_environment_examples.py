@@ -24,7 +24,6 @@ pytest.importorskip("matplotlib", reason="the examples draw their curves with ma
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ pytest.importorskip("matplotlib", reason="the examples draw their curves with ma
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = (30, 2, 21, 1, 25, 9)
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-pytestmark = pytest.mark.usefixtures("preloaded_children", "one_thread")
+pytestmark = pytest.mark.usefixtures("preloaded_children")
 
 
 def run(command, tmp_path, timeout_s=110):
