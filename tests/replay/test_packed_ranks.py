@@ -12,6 +12,7 @@ from typing import Any
 import grpo
 import numpy as np
 import packed_rows
+import preloaded
 import pytest
 from deadlines import patience
 from packed_rows import joined, over_ranks, rows_of
@@ -300,11 +301,10 @@ def test_ranks_wait_for_processes_that_work_for_the_store(task_stores: Make) -> 
 
     (store,) = task_stores(1, rows=8, tasks=(), finish=False)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(
+    with preloaded.Popen(
         [sys.executable, "-c", _WORKER, store.name],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
         env=environment,
     ) as worker:
         assert worker.stdout is not None and worker.stdin is not None and worker.stdout.readline() == "open\n"

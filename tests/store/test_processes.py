@@ -36,7 +36,7 @@ class _Stress:
 
     def __init__(self, seconds: float) -> None:
         self._least_s = time.monotonic() + seconds
-        self._until_s = self._least_s + patience(4 * seconds)
+        self._until_s = self._least_s + patience(20 * seconds)
 
     def over(self, store: gt.Store) -> bool:
         now_s = time.monotonic()
@@ -98,7 +98,7 @@ def _torn_row_stress(name, fork, seconds: float, writers: int, readers: int) -> 
 
 
 def test_a_row_overwritten_while_it_is_read_is_drawn_again_and_never_returned(name, fork):
-    _torn_row_stress(name, fork, 4, writers=2, readers=2)
+    _torn_row_stress(name, fork, 1, writers=2, readers=2)
 
 
 @pytest.mark.long
