@@ -489,7 +489,8 @@ def remove(
             if about.in_use and not force:
                 die(f"living processes use the {kind} {name!r}; --force removes the name regardless")
             module.unlink(name)
-            out.print(f"removed the {kind} {escape(name)}")
+            what = f" (version {about.version}, {about.file_bytes / 1e6:,.1f} MB)" if kind == "weights" else ""
+            out.print(f"removed the {kind} {escape(name)}{what}")
             return
     try:
         store = Store.open(name, mode="r", adopt=True, trust=trusted)

@@ -75,7 +75,7 @@ def parse_seconds(text: str) -> float:
         return 0.0
     found = _TIME.fullmatch(text.strip())
     if found is None or found[2].lower() not in _TIMES:
-        raise ArgumentError(f"a time is a number and one of {', '.join(_TIMES)}; found {text!r}")
+        raise ArgumentError(f"a time is a number and one of {', '.join(_TIMES)}, such as 0.1ms or 10m; found {text!r}")
     seconds = float(found[1]) * _TIMES[found[2].lower()]
     if math.isinf(seconds):
         raise ArgumentError(f"a time is finite, found {text!r}")
