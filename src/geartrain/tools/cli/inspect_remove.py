@@ -20,7 +20,7 @@ from geartrain.launch.host_snapshot import tasks_of
 from geartrain.store.store import Store
 from geartrain.tools.cli.app import app, die, escape, make_table, out, print_json
 from geartrain.tools.cli.checks import output_folder
-from geartrain.tools.cli.rows import check_rows, print_rows, rows_as_json
+from geartrain.tools.cli.rows import print_rows, rows_as_json
 
 HISTOGRAM_BINS = 12
 #: What has a name beside stores, and the module that finds and describes it.
@@ -56,7 +56,8 @@ def inspect(
     Example: geartrain inspect pendulum --rows 3
     """
     trusted = check_trust(trust)
-    check_rows(rows, png)
+    if png is not None and rows is None:
+        raise ArgumentError("--png writes pictures of the rows that --rows shows")
     at_most_one(**{"--audit": audit or None, "--rows": rows})
     if name is None:
         if audit or rows is not None:
