@@ -42,6 +42,8 @@ def as_jax(batch: Batch, *, nested: bool = False) -> dict[str, Any]:
         >>> store.close()
     """
     jax = require("jax", "geartrain[jax]", "A JAX array")
+    from geartrain.integrations.jax.leaves import as_array
+
     arrays = {}
     value: Any
     for name, value in batch.as_dict().items():
@@ -50,12 +52,8 @@ def as_jax(batch: Batch, *, nested: bool = False) -> dict[str, Any]:
         if wide and not jax.config.jax_enable_x64:
             if name in batch.fields:
                 arrays[name] = jax.numpy.asarray(value if is_array else value.cpu().numpy())  # JAX converts to 32 bits
-        elif not is_array:
-            arrays[name] = jax.dlpack.from_dlpack(value.contiguous())
-        elif value.dtype.isbuiltin != 1:  # of ml_dtypes, which NumPy does not exchange
-            arrays[name] = jax.numpy.asarray(value)
         else:
-            arrays[name] = jax.dlpack.from_dlpack(np.ascontiguousarray(value))
+            arrays[name] = as_array(value) if is_array else jax.dlpack.from_dlpack(value.contiguous())
     return as_tree(arrays) if nested else arrays
 
 

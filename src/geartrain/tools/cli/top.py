@@ -6,7 +6,6 @@ import json
 import queue
 import shlex
 import signal
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ import typer
 
 from geartrain.core.shared_files import check_trust, writing
 from geartrain.core.threads import set_by, sleep
-from geartrain.tools.cli.app import app, die, escape, out
+from geartrain.tools.cli.app import app, die, escape, out, print_json
 from geartrain.tools.cli.checks import input_file, output_file
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
 
@@ -73,7 +72,7 @@ def top(
         watcher.close()
         if as_json:
             document = {"hosts": snapshots, "findings": [each.to_json() for each in findings], "missing": missing}
-            sys.stdout.write(json.dumps(document, indent=1) + "\n")
+            print_json(document)
             return
         for line in plain_lines(snapshots, findings, out.width, names or ()):
             out.print(line, soft_wrap=True)
@@ -130,7 +129,7 @@ def metrics(
     if dashboard:
         import geartrain.tools.watch.dashboard as grafana
 
-        sys.stdout.write(json.dumps(grafana.dashboard(), indent=1) + "\n")
+        print_json(grafana.dashboard())
         return
     with set_by(signal.SIGTERM) as ended:
         endpoint = PrometheusEndpoint(None, host, port, trusted)
