@@ -50,7 +50,7 @@ class BatchFields:
 
     Attributes:
         names: of the fields.
-        places: of each in the batch.
+        places: of each in the native batch.
         output: "torch" or "numpy".
         per_step: whether keys name steps.
     """

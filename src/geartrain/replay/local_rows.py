@@ -23,8 +23,9 @@ from geartrain.replay.builder import (
     check_priorities,
     places_of,
 )
+from geartrain.replay.fetch_plan import BatchFields
 from geartrain.replay.later_updates import LaterUpdates
-from geartrain.replay.native_batch import BatchPlan, global_batch, keys_of, native_batch
+from geartrain.replay.native_batch import global_batch, keys_of, native_batch
 from geartrain.replay.packed_batch import numbered, packed_batch, repeated_probability
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together
@@ -70,7 +71,7 @@ class LocalRows(RowSource):
         self.mixed = selection is not samplers[0].strategy
         self._selection = selection
         self._transitions = samplers[0].transitions
-        self._shown: BatchPlan = self._transitions or samplers[0].plan
+        self._shown: BatchFields = self._transitions or samplers[0].plan
         self._make_batch = native_batch if update_lag is None else global_batch
         self._group = group
         self._only = self.store_ids[0] if len(samplers) == 1 else None

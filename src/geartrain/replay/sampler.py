@@ -498,9 +498,9 @@ class StoreSampler(StoreWaits):
             self.strict,
         )
 
-    def empty_batch(self, n: int, shards: bool = False) -> _native.SampledBatch:
-        """A batch of n rows to be sampled into, in recycled memory."""
-        plan, view = self.plan, self.transitions
+    def empty_batch(self, n: int, shards: bool = False, plan: FetchPlan | None = None) -> _native.SampledBatch:
+        """A batch of n rows to be sampled into, in recycled memory; `plan` if not all fields are."""
+        plan, view = plan or self.plan, self.transitions
         native = None if view is None else view.native
         steps = None if view is not None else plan.native_steps
         return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, shards, native, True, steps)

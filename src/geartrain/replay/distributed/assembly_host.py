@@ -134,31 +134,12 @@ class HostAssembler:
 
     def empty_batch(self, sampler: StoreSampler, plan: FetchPlan | None, step: int) -> tuple[Batch, Callable[[], None]]:
         """The same of no rows, with the fields of a plan; None for a rank that gets no fields."""
-        view, kind = sampler.transitions, sampler.plan
-        fields: dict[str, Any] = {}
-        steps = kind.window or kind.store.max_length
-        if view is not None:
-            steps = view.frame_stack
-        if plan is not None and view is None:
-            empty = {name: np.empty(plan.shape(name, 0), plan.raw_dtype(name)) for name in plan.names}
-            fields = {name: plan.as_field(name, array) for name, array in empty.items()}
-        elif plan is not None and view is not None:
-            arrays = {name: np.empty((0, *shape), dtype) for name, (shape, dtype) in view.arrays().items()}
-            shown = view.shown_of(arrays)
-            fields = {name: view.as_field(name, shown.field(place)) for name, place in view.places.items()}
-        counts = kind.as_output(np.empty(0, np.int32))
-        batch = Batch(
-            fields,
-            Keys.empty(),
-            mask=kind.as_output(np.empty((0, steps), np.bool_)),
-            start=counts,
-            length=counts,
-            version=kind.as_output(np.empty(0, np.int64)),
-            probability=kind.as_output(np.empty(0)),
-            step=step,
-            draw=kind.as_output(np.empty(0, np.int64)),
-        )
-        return batch, nothing
+        shown = sampler.transitions or sampler.plan
+        names = [] if plan is None else plan.names if sampler.transitions is None else shown.names
+        like = global_batch(sampler.empty_batch(1, shards=True), shown, step, (0,))  # there is none of no rows
+        described = ("mask", "start", "length", "version", "probability", "draw")
+        metadata = {name: getattr(like, name)[:0] for name in described}
+        return Batch({name: like[name][:0] for name in names}, Keys.empty(), step=step, **metadata), nothing
 
     def describe(self) -> list[dict[str, Any]]:
         """For each store, how its rows come to the device; empty for host memory."""

@@ -266,10 +266,7 @@ class RankReader:
 
     def empty_batch(self, n: int) -> _native.SampledBatch:
         """Recycled memory for n rows of this rank's batch."""
-        plan, view = self.plan, self.samplers[0].transitions
-        native = None if view is None else view.native
-        steps = None if view is not None else plan.native_steps
-        return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, True, native, True, steps)
+        return self.samplers[0].empty_batch(n, shards=True, plan=self.plan)
 
     def build(
         self, step: int, updates: list[PriorityUpdate], quotas: Sequence[int]
