@@ -16,6 +16,7 @@ from relay import CUTS, Relay
 import geartrain as gt
 from geartrain import rpc
 from geartrain.actors import RemoteStore, StoreServer
+from geartrain.actors.remote_calls import RemoteCalls
 from geartrain.actors.served_writes import PeerWrites
 from geartrain.errors import LockTimeoutError, PeerLostError, PeerUnreachableError, WaitTimeoutError
 
@@ -225,6 +226,23 @@ def test_an_insert_whose_peer_does_not_come_back_says_that_its_end_is_unknown(ki
     with pytest.raises(PeerUnreachableError):  # this one was not sent
         world.insert()
     assert len(world.store) == 2 * N
+    world.close()
+
+
+def test_an_insert_in_parts_says_how_many_rows_are_there_when_its_peer_is_lost() -> None:
+    world = World("axes", timeout_s=1)
+    insert, parts = RemoteCalls.write, []
+
+    def cutting(self: RemoteCalls, what: str, *args: Any, **options: Any) -> Any:
+        parts.append(what)
+        if len(parts) == 2:
+            world.relay.cut_next("before the request", stays=True)
+        return insert(self, what, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(PeerLostError, match="first 512 of 600 rows"):
+        patch.setattr(RemoteCalls, "write", cutting)
+        world.remote.insert(world.rows(range(600)))
+    assert world.numbers() == list(range(512))
     world.close()
 
 

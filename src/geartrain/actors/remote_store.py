@@ -85,10 +85,11 @@ class RemoteStore(
         peer: name of the peer.
         name: name of the store at the peer.
         timeout_s: longest wait of each call, 0 to 1e9 seconds. Inserts and steps wait this long for the store's rate
-            limiter.
+            limiter, and writes this long for a peer that was lost.
 
     Raises:
-        PeerLostError, UnknownPeerError, WaitTimeoutError: the peer cannot be reached. All methods may raise these.
+        PeerLostError, UnknownPeerError, WaitTimeoutError: the peer cannot be reached. All methods may raise these. The
+            message says so if it is unknown whether a write took effect.
         LookupError: the peer serves no store of that name. Errors of the store itself are raised here as a
             `RemoteError` that is also of the original type, such as `SchemaError`.
 
@@ -171,14 +172,18 @@ class RemoteStore(
     ) -> Keys:
         """Inserts `n` rows and returns their keys.
 
-        If the peer is lost during the call, `PeerLostError` leaves open whether the rows were inserted; after
-        `PeerUnreachableError` they were not.
+        If the connection breaks, the call connects again and returns the keys. Every row is then in the store once,
+        whether the request or the reply was lost. `update_priorities` and `delete` do the same.
 
         Args:
             fields, lengths, priorities, versions, casting, timeout_s, durable: as for `Store.insert`.
 
         Raises:
             ArgumentError: an argument does not fit the store. The other errors are those of `Store.insert`.
+            PeerUnreachableError: nothing answered at the peer's address. The rows are not in the store.
+            PeerLostError: the peer's server ended during the call, or did not come back within the `timeout_s` of the
+                `RemoteStore`. Unless the message says otherwise, it is unknown whether the rows are in the store.
+            WaitTimeoutError: no reply in time; as for `PeerLostError`, if the message says that it is unknown.
         """
         if self.plan is not None:
             within_s = INSERT_TIMEOUT_S if timeout_s is None else timeout(timeout_s)

@@ -15,13 +15,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.actors.remote_calls import MOST_PAUSE_S, RemoteCalls
-from geartrain.actors.served_tasks import DONE, NO_CLAIM, PackedReply
+from geartrain.actors.served_tasks import ASKED, DONE, NO_CLAIM, PackedReply
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, GeartrainError, PeerLostError
@@ -339,29 +340,11 @@ class RemoteRows(RemoteCalls):
         """As `Store.lag_before`."""
         return str(self._ask("lag", task))
 
-    def task_figures(self) -> dict[str, Any]:
-        """As of the native store."""
-        return dict(self._ask("ask", "task_figures"))
-
-    def occupancy(self) -> str:
-        """As of the native store."""
-        return str(self._ask("ask", "occupancy"))
-
-    def clock(self) -> int:
-        """As of the native store."""
-        return int(self._ask("ask", "clock"))
-
-    def advance(self, version: int) -> int:
-        """As of the native store."""
-        return int(self._ask("ask", "advance", version))
-
-    def end_inserts(self) -> None:
-        """As of the native store."""
-        self._ask("ask", "end_inserts")
-
-    def check_in_flight(self, rows: int) -> None:
-        """As of the native store."""
-        self._ask("ask", "check_in_flight", rows)
+    def __getattr__(self, name: str) -> Any:
+        """Figures, the clock and the end of inserts, as of the native store."""
+        if name not in ASKED:
+            raise AttributeError(f"a peer's store has no {name!r}")
+        return partial(self._ask, "ask", name)
 
 
 __all__ = ["RemoteReader", "RemoteRows", "RemoteValues"]

@@ -15,7 +15,7 @@ from geartrain.core.arguments import check_choice, check_output, check_texts, ch
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.lifetime import on_error
 from geartrain.core.tasks import RowPlan
-from geartrain.errors import ArgumentError, NoSpaceError, SchemaError, StoreClosedError, WaitTimeoutError
+from geartrain.errors import ArgumentError, NoSpaceError, PeerLostError, SchemaError, StoreClosedError, WaitTimeoutError
 from geartrain.store.claims import (
     REWRITE,
     Claim,
@@ -138,7 +138,7 @@ class TaskedRows:
             columns = [None if column is None else column[rows] for column in of_rows]
             try:
                 found = self.insert_together(count, sources, table, columns, threads, timeout_s, durable)
-            except (WaitTimeoutError, NoSpaceError) as error:
+            except (WaitTimeoutError, NoSpaceError, PeerLostError) as error:
                 raise type(error)(f"{error}. The first {at} of {n} rows are in the store") from None
             if isinstance(found, Keys):
                 inserted.append(found)
