@@ -180,7 +180,9 @@ def test_what_can_never_be_is_refused_at_once(store: gt.Store) -> None:
     with pytest.raises(ArgumentError, match="a batch that needs 50"):
         replay_of(store, gt.selection.Fifo(), batch_size=4, min_rows=50)
     store.limiter.set(in_flight=None)
-    with pytest.raises(ArgumentError, match=f"holds at most {store.capacity} rows.*larger capacity="):
+    with pytest.raises(
+        ArgumentError, match=f"batch_size={store.capacity + 1} .* at most {store.capacity} rows.*larger capacity="
+    ):
         gt.Replay(store, gt.selection.Fifo(), batch_size=store.capacity + 1)
 
 

@@ -274,6 +274,13 @@ def test_fields_that_may_not_be_there_yet_are_not_read(store: gt.Store) -> None:
     assert store.claim("ref").lengths("tokens").tolist() == [sum(grpo.lengths_of(0))]
 
 
+def test_items_of_rows_without_an_axis_are_not_counted() -> None:
+    tasks = {"answer": gt.Task({"ids": gt.Field(("tokens",), "int32")}), "train": gt.Task(after="answer")}
+    with gt.Store.create({"prompt": gt.Text()}, tasks=tasks, capacity=4, span_bytes=1 << 14) as store:
+        with pytest.raises(ArgumentError, match=r"max_items=3 counts .* due for 'answer' have none yet: leave it out"):
+            store.claim("answer", max_items=3)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

@@ -494,6 +494,11 @@ class TaskedRows:
             leave_out("of= is the axis that max_items= counts, which is missing", of=of)
             return number, min(most, self.capacity), 0, 0
         known = [axis.name for axis in plan.axes if axis.owner in plan.before(number)]
+        if not known:
+            raise ArgumentError(
+                f"max_items={items} counts items of an axis whose length is known, and rows that are due for {task!r} "
+                "have none yet: leave it out, and bound the claim by rows"
+            )
         if of is None:
             if len(known) != 1:
                 raise ArgumentError(f"max_items= counts items of one axis: pass of= as one of {some_of(known)}")
