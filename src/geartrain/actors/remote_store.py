@@ -199,7 +199,8 @@ class RemoteStore(
         if check_flag("durable", durable):
             given["durable"] = True
         for each, value in fields.items():
-            check_unmasked(f"field {each!r}", value)
+            if value.__class__ is not np.ndarray:
+                check_unmasked(f"field {each!r}", value)
         arrays = {each: value if hasattr(value, "dtype") else np.asarray(value) for each, value in fields.items()}
         rows, generations = self._calls.write("insert", lambda again: (arrays, given))
         return Keys.of_rows(rows, generations, self.id)
