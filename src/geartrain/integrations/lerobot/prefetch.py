@@ -63,7 +63,10 @@ class BatchPrefetch:
             self._about_to_wait()
         if batch.cancelled():
             raise StopIteration
-        return batch.result()
+        try:
+            return batch.result()
+        finally:
+            del batch  # an error's traceback has this frame, which would keep the error and the iterator
 
     def close(self) -> None:
         """Ends the thread, after the batch that it is making; waits for that, five seconds at most."""
