@@ -16,8 +16,9 @@ setup: .venv/installed
 demo: setup
 	$(BIN)/python examples/offline_gato_hopper.py
 
-# pytest-xdist workers; many tests wait, hence more than cores. Each one imports all. WORKERS=0: sequential.
-WORKERS ?= 3
+# pytest-xdist workers. Each one imports and collects all tests and starts a process that forks: 15 s of a core.
+# WORKERS=0: sequential.
+WORKERS ?= 2
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
 # Workers and hundreds of processes import the same files: without bytecode each of them compiles all of them.
 test test-all test-failed test-long races: export PYTHONDONTWRITEBYTECODE =

@@ -6,7 +6,9 @@ import contextlib
 import gc
 import itertools
 import os
+import secrets
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +26,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHM = Path("/dev/shm")
+# A killed run of the same process number may have left segments.
+RUN = f"{os.getpid()}-{secrets.token_hex(2)}"
 _numbers = itertools.count()
 
 
@@ -31,7 +35,7 @@ class Names:
     """Hands out names that no other test or process uses, and removes what a test was allowed to leave."""
 
     def __init__(self) -> None:
-        self._prefix = f"test-{os.getpid()}-{next(_numbers)}"
+        self._prefix = f"test-{RUN}-{next(_numbers)}"
         self._count = itertools.count()
         self._forgiven: set[str] = set()
 
@@ -57,8 +61,13 @@ class Names:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected stays: no collection of a test, and no forked process, is to go through it."""
+    """What is imported and collected stays: no collection of a test, and no forked process, is to go through it.
+
+    torch has one thread: more would spin wherever they wait for a core that another process has.
+    """
     gc.freeze()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -42,25 +42,3 @@ def test_there_are_ten_of_each_kind_and_all_have_names_of_their_own():
 
 def test_the_suites_name_tests_that_there_are():
     assert [test for tests in plant.suites().values() for test in tests if not is_there(test)] == []
-
-
-def test_text_is_found_whatever_white_space_is_between_its_words_and_nowhere_else():
-    found = plant.pattern_of("f(a, b) + c")
-    assert (
-        found.search("x = f(\n    a,b\n) +c") and not found.search("gf(a, b) + c") and not found.search("f(a, b) + cd")
-    )
-    with pytest.raises(plant.StaleError, match="stands 2 times"):
-        plant.Defect("d", "draw", "ranks", "", "f.py", "a + b", "a", ()).planted("a + b, a+b")
-
-
-def test_what_was_found_is_recorded_and_what_cannot_be_judged_is_not_kept(tmp_path, monkeypatch):
-    before = plant.DEFECTS.read_text()
-    file = tmp_path / "defects.toml"
-    file.write_text(before)
-    monkeypatch.setattr(plant, "DEFECTS", file)
-    one, two, three, *_ = every = plant.defects()
-    found = {one: ("caught", "tests/a.py::test[b - c]"), two: ("not caught", ""), three: ("unproven", "tests/a.py::d")}
-    plant.record(plant.Result(each.id, each.kind, each.where, *how) for each, how in found.items())
-    after = plant.defects()
-    assert [each.caught_by for each in after[:3]] == ["tests/a.py::test[b - c]", "", None]
-    assert [each.caught_by for each in after[3:]] == [each.caught_by for each in every[3:]]

@@ -147,6 +147,10 @@ def test_a_thousand_rounds_of_each_race(small_servers, subject, scenario):
             race_counts.add(case, sanitizer, rounds)
 
 
+def test_the_counts_of_races_are_of_cases_that_there_are():
+    assert set(race_counts.read()) <= {f"{subject}-{scenario}" for subject, scenario in cases()}
+
+
 def test_every_public_class_has_a_factory_or_a_reason_why_it_needs_none():
     made = {factory.of for factory in FACTORIES.values()}
     missing = {

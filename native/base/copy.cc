@@ -12,6 +12,7 @@
 #endif
 
 #include "base/threads.h"
+#include "base/widest_form.h"
 
 namespace geartrain {
 namespace {
@@ -85,23 +86,7 @@ constexpr Named kKernels[] = {{"memcpy", plain, [] { return true; }}};
 
 #endif
 
-const Named* widest_copy() {
-  for (const Named& named : kKernels) {
-    if (named.viable()) return &named;
-  }
-  return nullptr;  // not reached: the last is always viable
-}
-
-std::atomic<const Named*> chosen_copy{nullptr};
-
-const Named& kernel() {
-  const Named* current = chosen_copy.load(std::memory_order_relaxed);
-  if (current == nullptr) {
-    current = widest_copy();
-    chosen_copy.store(current, std::memory_order_relaxed);
-  }
-  return *current;
-}
+constinit WidestForm<Named> copy_form{kKernels};
 
 }  // namespace
 
@@ -115,7 +100,7 @@ void copy_block(void* to, const void* from, size_t bytes, bool stream) {
   const size_t head = (64 - reinterpret_cast<uintptr_t>(out) % 64) % 64;
   const size_t body = (bytes - head) / 256 * 256;
   if (head != 0) plain(out, in, head);
-  kernel().kernel(out + head, in + head, body);
+  copy_form.get().kernel(out + head, in + head, body);
   const size_t done = head + body;
   if (done != bytes) plain(out + done, in + done, bytes - done);
 }
@@ -143,17 +128,11 @@ void stream_fence() {
 }
 
 const char* copy_kernel() {
-  return kernel().name;
+  return copy_form.get().name;
 }
 
 bool set_copy_kernel(const char* name) {
-  for (const Named& named : kKernels) {
-    if (std::strcmp(named.name, name) == 0 && named.viable()) {
-      chosen_copy.store(&named, std::memory_order_relaxed);
-      return true;
-    }
-  }
-  return false;
+  return copy_form.force(name);
 }
 
 void copy_large(std::byte* to, const std::byte* from, uint64_t bytes) {

@@ -23,7 +23,7 @@ void stream_fence();
 
 // "avx512", "avx2", "sse2" or "memcpy": what streaming copies use on this machine.
 const char* copy_kernel();
-// Forces one of them, for tests and benchmarks; false when this machine does not have it.
+// Forces one of them, for tests; false when this machine does not have it.
 bool set_copy_kernel(const char* name);
 
 // A copy that uses several cores and goes around the cache where that is faster.

@@ -1,7 +1,6 @@
 #include "base/random.h"
 
-#include <atomic>
-#include <cstring>
+#include "base/widest_form.h"
 
 #if defined(__x86_64__)
 #pragma GCC diagnostic push
@@ -100,36 +99,16 @@ constexpr RandomKernel kRandomKernels[] = {
     {"portable", portable_bits, [] { return true; }},
 };
 
-std::atomic<const RandomKernel*> chosen_random{nullptr};
-
-const RandomKernel& widest_random() {
-  const RandomKernel* kernel = chosen_random.load(std::memory_order_relaxed);
-  if (kernel == nullptr) {
-    kernel = kRandomKernels;
-    while (!kernel->viable()) ++kernel;  // the last is always viable
-    chosen_random.store(kernel, std::memory_order_relaxed);
-  }
-  return *kernel;
-}
+constinit WidestForm<RandomKernel> random_form{kRandomKernels};
 
 }  // namespace
 
 void random_bits(const DrawKey& key, const uint32_t* draws, size_t n, uint32_t attempt, uint64_t* high, uint64_t* low) {
-  widest_random().bits(key, draws, n, attempt, high, low);
-}
-
-const char* random_kernel() {
-  return widest_random().name;
+  random_form.get().bits(key, draws, n, attempt, high, low);
 }
 
 bool set_random_kernel(const char* name) {
-  for (const RandomKernel& some : kRandomKernels) {
-    if (std::strcmp(some.name, name) == 0 && some.viable()) {
-      chosen_random.store(&some, std::memory_order_relaxed);
-      return true;
-    }
-  }
-  return false;
+  return random_form.force(name);
 }
 
 }  // namespace geartrain

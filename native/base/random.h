@@ -54,9 +54,7 @@ inline Random128 random_bits(const DrawKey& key, uint32_t draw, uint32_t attempt
 // The same of n draws at once, halves apart, in the widest form that the CPU has.
 void random_bits(const DrawKey& key, const uint32_t* draws, size_t n, uint32_t attempt, uint64_t* high, uint64_t* low);
 
-// "avx512", "avx2" or "portable".
-const char* random_kernel();
-// Forces one of them, for tests; false when this machine does not have it.
+// Forces "avx512", "avx2" or "portable", for tests; false when this machine does not have it.
 bool set_random_kernel(const char* name);
 
 // An integer in [0, bound): floor(bits * bound / 2^128). Off from uniform by less than 2^-64 of a leaf's share.

@@ -117,8 +117,7 @@ Fault OperationDeadlines::overdue(const Work& work) const {
 
 void OperationDeadlines::took_query(Peer& peer, uint64_t operation) {
   if (options_.ring) return answer_around(peer, operation);
-  peer.send_control(FrameKind::status, operation, 0, members_bytes(0, 0, held_up_by(operation)));
-  peer.kick();
+  members_.send_control(peer.member(), FrameKind::status, operation, 0, members_bytes(0, 0, held_up_by(operation)));
 }
 
 void OperationDeadlines::took_status(const Peer& peer, uint64_t operation, std::span<const std::byte> payload) {
@@ -132,7 +131,7 @@ void OperationDeadlines::took_status(const Peer& peer, uint64_t operation, std::
 }
 
 void OperationDeadlines::tell_next(uint64_t operation, const std::vector<uint32_t>& ranks) const {
-  members_.send_control(members_.next_rank(), FrameKind::status, operation, members_bytes(0, 0, ranks));
+  members_.send_control(members_.next_rank(), FrameKind::status, operation, 0, members_bytes(0, 0, ranks));
 }
 
 // Queries go against the ring's direction: each rank names the one before, until one is behind itself or does
@@ -141,7 +140,7 @@ void OperationDeadlines::tell_next(uint64_t operation, const std::vector<uint32_
 void OperationDeadlines::answer_around(const Peer& peer, uint64_t operation) {
   const bool begun = operations_.ring().begun(operation);
   if (peer.member() != members_.next_rank()) {  // it has more for this rank, which does not take it
-    return members_.send_control(peer.member(), FrameKind::status, operation,
+    return members_.send_control(peer.member(), FrameKind::status, operation, 0,
                                  members_bytes(0, 0, begun ? std::vector<uint32_t>{} : std::vector{options_.rank}));
   }
   if (operations_.works().empty() || oldest() > operation) {

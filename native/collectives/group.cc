@@ -137,8 +137,8 @@ std::shared_ptr<Work> Group::all_reduce(const Shape& shape, const void* in, void
               asked.wire_bytes(), soon);
 }
 
-std::shared_ptr<Work> Group::run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
-                                 double timeout_s, bool soon) {
+std::shared_ptr<Work> Group::exchange(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
+                                      double timeout_s, bool soon) {
   if (!reduces(shape.op, shape.dtype)) {
     fail(ErrorKind::argument, "there is no ", geartrain::name_of(shape.op), " of ", geartrain::name_of(shape.dtype));
   }

@@ -55,8 +55,8 @@ class Group {
   // are what each rank gets the sum of, and `receives` is one, this rank's; of all_gather the other way round; of
   // all_to_all one for each rank both; of broadcast the same one both. A result is not written over what is still to be
   // sent: only this rank's own part may be in place. Never blocks. Throws as all_reduce().
-  std::shared_ptr<Work> run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
-                            double timeout_s, bool soon = false);
+  std::shared_ptr<Work> exchange(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
+                                 double timeout_s, bool soon = false);
 
   // Changes GroupOptions::spin_us. Throws hung_up after close().
   void spin(double spin_us);

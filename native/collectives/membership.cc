@@ -143,7 +143,7 @@ void Membership::connect(const std::vector<std::string>& addresses, Deadline dea
   join.version = kCollectiveVersion;
   join.rank = options_.rank;
   join.world = options_.world;
-  join.owners = owners();
+  join.owners = owners_of(options_.shares);
   put_text(join.name, options_.name);
   identify(addresses, &join);
   const bool posted = loop_.post([this, join] {
@@ -190,11 +190,6 @@ void Membership::dial_members(const Join& join, const std::vector<std::string>& 
     throw;
   }
   unreached.check();
-}
-
-uint32_t Membership::owners() const {
-  return static_cast<uint32_t>(
-      std::count_if(options_.shares.begin(), options_.shares.end(), [](double share) { return share > 0; }));
 }
 
 // Whether this rank and that member are connected.
@@ -329,10 +324,10 @@ Fault Membership::left_fault(uint32_t member, uint64_t operation) const {
           {member}};
 }
 
-void Membership::send_control(uint32_t member, FrameKind kind, uint64_t operation,
+void Membership::send_control(uint32_t member, FrameKind kind, uint64_t operation, uint64_t offset,
                               std::span<const std::byte> payload) const {
   if (peers_[member] == nullptr) return;
-  peers_[member]->send_control(kind, operation, 0, payload);
+  peers_[member]->send_control(kind, operation, offset, payload);
   peers_[member]->kick();
 }
 

@@ -62,7 +62,6 @@ class Membership final : public Acceptor::Host {
   // connected.
   bool one_host() const { return one_host_; }
   uint32_t size() const { return members_; }
-  uint32_t owners() const;
   uint32_t next_rank() const { return (options_.rank + 1) % options_.world; }
   uint32_t previous_rank() const { return (options_.rank + options_.world - 1) % options_.world; }
   // Null: it is not connected, or not any more.
@@ -74,7 +73,9 @@ class Membership final : public Acceptor::Host {
       if (peer != nullptr && !peer->closed()) act(*peer);
     }
   }
-  void send_control(uint32_t member, FrameKind kind, uint64_t operation, std::span<const std::byte> payload = {}) const;
+  // To a member, where it is connected.
+  void send_control(uint32_t member, FrameKind kind, uint64_t operation, uint64_t offset = 0,
+                    std::span<const std::byte> payload = {}) const;
   void kick(uint32_t member) const;
 
   // Ends the group: all members are notified, and the callers' memory is not touched any more. The first fault

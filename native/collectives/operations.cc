@@ -38,9 +38,10 @@ Operations::Operations(const GroupOptions& options, Membership& members, EventLo
       least_exposed_bytes_(
           options.least_exposed_bytes.value_or(share_cores(options.world, kCrowd) ? kLeastExposed : ~uint64_t{0})),
       shares_cores_(share_cores(options.world, 1.01)),
-      direct_(std::max(kLeastDirect, uint64_t{2} * chunk_bytes(members.owners()) * (options.world - 1)),
+      direct_(std::max(kLeastDirect, uint64_t{2} * chunk_bytes(owners_of(options.shares)) * (options.world - 1)),
               options.max_window_bytes),
-      owner_(blocks_, *this, options.world, options.rank, chunk_bytes(members.owners()), options.max_window_bytes),
+      owner_(blocks_, *this, options.world, options.rank, chunk_bytes(owners_of(options.shares)),
+             options.max_window_bytes),
       shares_(blocks_, *this, options.shares, options.rank, options.max_window_bytes),
       ring_(blocks_, *this, options.rank, options.world) {
   if (options.fixed_window_bytes != 0) {
@@ -146,11 +147,9 @@ void Operations::tell_complete() {
 }
 
 void Operations::tell_complete(uint32_t rank) {
-  Peer* const peer = members_.peer(rank);
-  if (peer == nullptr || told_complete_[rank] >= shares_.completed()) return;
+  if (members_.peer(rank) == nullptr || told_complete_[rank] >= shares_.completed()) return;
   told_complete_[rank] = shares_.completed();
-  peer->send_control(FrameKind::complete, told_complete_[rank]);
-  peer->kick();
+  members_.send_control(rank, FrameKind::complete, told_complete_[rank]);
 }
 
 void Operations::took_complete(uint32_t rank, uint64_t operations) {
@@ -219,13 +218,6 @@ ReadExposed Operations::read(uint32_t rank, uint64_t address, std::span<std::byt
   const ReadExposed found = peer->read_exposed(address, into);
   if (found == ReadExposed::read) read_bytes_ += into.size();
   return found;
-}
-
-void Operations::unreadable_part(uint32_t rank, uint64_t operation, uint64_t from) {
-  Peer* const peer = members_.peer(rank);
-  if (peer == nullptr) return;
-  peer->send_control(FrameKind::unreadable_part, operation, from);
-  peer->kick();
 }
 
 void Operations::go_on() {
@@ -397,20 +389,6 @@ void Operations::open(uint32_t owner, uint64_t operation, const Open& open) {
   Peer& peer = *members_.peer(owner);
   asked.reads = open.reads != 0 && peer.reads_peer();
   peer.send_control(FrameKind::open, operation, 0, std::as_bytes(std::span(&asked, 1)));
-}
-
-void Operations::taken(uint32_t owner, uint64_t operation, uint64_t bytes) {
-  Peer* const peer = members_.peer(owner);
-  if (peer == nullptr) return;
-  peer->send_control(FrameKind::taken, operation, bytes);
-  peer->kick();
-}
-
-void Operations::unreadable(uint32_t owner, uint64_t operation, uint64_t from) {
-  Peer* const peer = members_.peer(owner);
-  if (peer == nullptr) return;
-  peer->send_control(FrameKind::unreadable, operation, from);
-  peer->kick();
 }
 
 void Operations::ring_room() {

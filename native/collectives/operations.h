@@ -89,12 +89,18 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   }
   bool exposes_to(uint32_t owner) override;
   ReadExposed read(uint32_t rank, uint64_t address, std::span<std::byte> into) override;
-  void unreadable_part(uint32_t rank, uint64_t operation, uint64_t from) override;
+  void unreadable_part(uint32_t rank, uint64_t operation, uint64_t from) override {
+    members_.send_control(rank, FrameKind::unreadable_part, operation, from);
+  }
   void go_on() override;
-  void taken(uint32_t owner, uint64_t operation, uint64_t bytes) override;
+  void taken(uint32_t owner, uint64_t operation, uint64_t bytes) override {
+    members_.send_control(owner, FrameKind::taken, operation, bytes);
+  }
   void adopt_soon() override;
   bool sends_eagerly(uint32_t rank) override;
-  void unreadable(uint32_t owner, uint64_t operation, uint64_t from) override;
+  void unreadable(uint32_t owner, uint64_t operation, uint64_t from) override {
+    members_.send_control(owner, FrameKind::unreadable, operation, from);
+  }
   CongestionWindow* window() override { return &direct_; }
   StageClock* stages() override { return &loop_.stages(); }
   double received(uint64_t operation) const override { return shares_.received(operation); }

@@ -12,11 +12,6 @@ constexpr size_t kPeerReadBudget = 256 << 10;  // of one peer, before the others
 
 const std::byte kZeros[kChunkBytes] = {};
 
-bool is_data(const WireHeader& header) {
-  const auto kind = static_cast<FrameKind>(header.kind);
-  return kind == FrameKind::part || kind == FrameKind::result || kind == FrameKind::ring;
-}
-
 }  // namespace
 
 Peer::Peer(EventLoop& loop, std::unique_ptr<Link> link, uint32_t member, Side& side)

@@ -248,6 +248,12 @@ inline WireHeader frame_of(FrameKind kind, uint64_t operation, uint64_t offset, 
   return {kCollectiveMagic, static_cast<uint16_t>(kind), 0, operation, offset, bytes};
 }
 
+// Whether its payload is numbers of an array.
+inline bool is_data(const WireHeader& header) {
+  const auto kind = static_cast<FrameKind>(header.kind);
+  return kind == FrameKind::part || kind == FrameKind::result || kind == FrameKind::ring;
+}
+
 // Throws frame when this cannot be the beginning of a frame.
 inline void check(const WireHeader& header) {
   const auto kind = static_cast<FrameKind>(header.kind);
@@ -258,11 +264,14 @@ inline void check(const WireHeader& header) {
       kind > FrameKind::complete || (empty && header.bytes != 0)) {
     fail(ErrorKind::frame, "it sent what is not a frame");
   }
-  const bool data = kind == FrameKind::part || kind == FrameKind::result || kind == FrameKind::ring;
-  const uint32_t most = data ? kChunkBytes : kMostControlBytes;
+  const uint32_t most = is_data(header) ? kChunkBytes : kMostControlBytes;
   if (header.bytes > most) fail(ErrorKind::frame, "it sent a frame of ", header.bytes, " bytes, the limit is ", most);
 }
 
+// How many members own a share.
+inline uint32_t owners_of(std::span<const double> shares) {
+  return static_cast<uint32_t>(std::ranges::count_if(shares, [](double share) { return share > 0; }));
+}
 // With many owners chunks are smaller, so that one from each still fits into a small window.
 constexpr uint64_t chunk_bytes(uint32_t owners) {
   uint64_t chunk = kChunkBytes;

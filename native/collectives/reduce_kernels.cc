@@ -1,9 +1,10 @@
 #include "collectives/reduce_kernels.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <type_traits>
+
+#include "base/widest_form.h"
 
 #define GEARTRAIN_INLINE inline __attribute__((always_inline))
 
@@ -281,16 +282,7 @@ const Kernel kKernels[] = {
     kernel_of<Plain>("plain", [] { return true; }),
 };
 
-std::atomic<const Kernel*> chosen{nullptr};
-
-const Kernel& kernel() {
-  const Kernel* current = chosen.load(std::memory_order_relaxed);
-  if (current == nullptr) {
-    current = std::find_if(std::begin(kKernels), std::end(kKernels), [](const Kernel& one) { return one.viable(); });
-    chosen.store(current, std::memory_order_relaxed);
-  }
-  return *current;
-}
+constinit WidestForm<Kernel> reduce_form{kKernels};
 
 // --- arrays ---------------------------------------------------------------------------------------------------------
 
@@ -362,7 +354,7 @@ void reduce(Op op, Dtype dtype, std::span<const std::byte* const> inputs, std::b
     dtype = dtype == Dtype::complex64 ? Dtype::float32 : Dtype::float64;
     count *= 2;
   }
-  (is_half(dtype) ? reduce_halves : reduce_plain)(kernel(), op, dtype, inputs, out, count, divisor);
+  (is_half(dtype) ? reduce_halves : reduce_plain)(reduce_form.get(), op, dtype, inputs, out, count, divisor);
 }
 
 void divide(Dtype dtype, std::byte* values, size_t count, uint32_t divisor) {
@@ -379,7 +371,7 @@ void convert(Dtype from, const std::byte* in, Dtype to, std::byte* out, size_t c
     if (in != out && count != 0) std::memmove(out, in, count * bytes_of(from));  // of nothing there may be no address
     return;
   }
-  const Kernel& with = kernel();
+  const Kernel& with = reduce_form.get();
   alignas(64) float block[kBlock];
   for (size_t at = 0; at < count; at += kBlock) {
     const size_t n = std::min(kBlock, count - at);
@@ -393,18 +385,8 @@ void convert(Dtype from, const std::byte* in, Dtype to, std::byte* out, size_t c
   }
 }
 
-const char* reduce_kernel() {
-  return kernel().name;
-}
-
 bool set_reduce_kernel(const char* name) {
-  for (const Kernel& one : kKernels) {
-    if (std::strcmp(one.name, name) == 0 && one.viable()) {
-      chosen.store(&one, std::memory_order_relaxed);
-      return true;
-    }
-  }
-  return false;
+  return reduce_form.force(name);
 }
 
 }  // namespace geartrain

@@ -73,9 +73,7 @@ void divide(Dtype dtype, std::byte* values, size_t count, uint32_t divisor);
 void convert(Dtype from, const std::byte* in, Dtype to, std::byte* out, size_t count);
 bool convertible(Dtype from, Dtype to);
 
-// "avx512", "avx2" or "plain": what is used on this machine.
-const char* reduce_kernel();
-// Forces one of them, for tests and benchmarks; false when this machine does not have it.
+// Forces "avx512", "avx2" or "plain", for tests; false when this machine does not have it.
 bool set_reduce_kernel(const char* name);
 
 }  // namespace geartrain

@@ -10,10 +10,6 @@ namespace {
 
 constexpr uint64_t kLeastWindow = 256 << 10;
 
-uint32_t owners_of(std::span<const double> shares) {
-  return static_cast<uint32_t>(std::count_if(shares.begin(), shares.end(), [](double share) { return share > 0; }));
-}
-
 // The owner of a small array, by rotation among the members that have a share.
 size_t whole_owner(std::span<const double> shares, uint64_t operation) {
   uint64_t turn = operation % owners_of(shares);

@@ -18,10 +18,6 @@ std::vector<double> shares_of_ranks(const GroupOptions& options) {
   return shares;
 }
 
-uint32_t count_owners(const std::vector<double>& shares) {
-  return static_cast<uint32_t>(std::count_if(shares.begin(), shares.end(), [](double share) { return share > 0; }));
-}
-
 }  // namespace
 
 Takeover::Takeover(const GroupOptions& options, Membership& members, EventLoop& loop, ChunkBufferPool& blocks,
@@ -35,7 +31,7 @@ Takeover::Takeover(const GroupOptions& options, Membership& members, EventLoop& 
       ranks_shares_(shares_of_ranks(options)),
       silent_ns_(static_cast<uint64_t>(options.reducer_silence_s * 1e9)),
       ask_ns_(silent_ns_ / 3),
-      owner_(blocks, *this, options.world, options.rank, chunk_bytes(count_owners(ranks_shares_)),
+      owner_(blocks, *this, options.world, options.rank, chunk_bytes(owners_of(ranks_shares_)),
              options.most_window_bytes()),
       inner_(blocks, *this, ranks_shares_, options.rank, options.max_window_bytes),
       positions_(options.world),
@@ -123,12 +119,7 @@ void Takeover::took_lost(uint32_t rank, uint64_t position) {
 }
 
 void Takeover::tell_all(FrameKind kind, uint64_t offset) const {
-  for (uint32_t rank = 0; rank < options_.world; ++rank) {
-    Peer* const peer = members_.peer(rank);
-    if (peer == nullptr) continue;
-    peer->send_control(kind, tagged(0), offset);
-    peer->kick();
-  }
+  for (uint32_t rank = 0; rank < options_.world; ++rank) members_.send_control(rank, kind, tagged(0), offset);
 }
 
 // Gives the reducer up where it neither sends nor takes anything, nor answers a query, for some seconds in which its
@@ -186,10 +177,8 @@ uint64_t Takeover::tell_late(uint64_t now_ns) {
 }
 
 void Takeover::tell(uint32_t rank) const {
-  Peer* const peer = members_.peer(rank);
-  if (peer == nullptr || !positions_[options_.rank]) return;
-  peer->send_control(FrameKind::lost, tagged(0), *positions_[options_.rank]);
-  peer->kick();
+  const std::optional<uint64_t>& mine = positions_[options_.rank];
+  if (mine) members_.send_control(rank, FrameKind::lost, tagged(0), *mine);
 }
 
 void Takeover::decide() {

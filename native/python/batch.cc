@@ -1,13 +1,11 @@
 // Binding of batch samplers: a batch (sampled_batch.h) is drawn, and its rows are gathered, in one call.
 
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <memory>
-#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -43,8 +41,6 @@ std::span<double> weights_to_fill(nb::handle batch) {
 }
 
 namespace {
-
-using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
 
 // From (rows, generations, probability, steps or None, anew), as Supplier::Rows.
 Supplier::Rows rows_of(const nb::object& given) {
@@ -244,9 +240,7 @@ class Sampler {
   friend class AskedBatch;
   static BatchSampler::Step step_of(uint64_t step, const std::optional<LimitTuple>& limits, uint64_t cursor,
                                     bool admitted) {
-    BatchSampler::Step made{.step = step, .limits = {}, .cursor = cursor, .admitted = admitted};
-    if (limits) made.limits = {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
-    return made;
+    return {.step = step, .limits = limits_of(limits), .cursor = cursor, .admitted = admitted};
   }
   static PythonCopier::CallPython call_without(const Unlocked& unlocked) {
     return [&unlocked](const std::function<void()>& act) { call_python(unlocked, act); };
@@ -337,6 +331,7 @@ void bind_batch(nb::module_& module) {
           },
           nb::arg("n_step"), nb::arg("frame_stack"), nb::arg("powers"), nb::arg("roles"),
           nb::arg("goals") = std::tuple<uint8_t, uint32_t, uint32_t, uint32_t>{});
+  const auto made_by = nb::arg("from_dlpack").none() = nb::none();
   nb::class_<SampledBatch>(module, "SampledBatch")
       .def(
           "__init__",
@@ -361,20 +356,23 @@ void bind_batch(nb::module_& module) {
       .def_prop_ro("weighed", &SampledBatch::weighed)
       .def("forget_weights", &SampledBatch::forget_weights)
       .def_prop_ro("nbytes", &SampledBatch::nbytes)
-      .def("field", &SampledBatch::field)
-      .def("tensor", &SampledBatch::tensor)
-      .def("metadata_tensor", &SampledBatch::metadata_tensor)
+      .def("field", &SampledBatch::field, nb::arg("number"), made_by)
       .def("rows", [](const SampledBatch& b) { return b.array(b.arrays().rows); })
       .def("generations", [](const SampledBatch& b) { return b.array(b.arrays().generations); })
       .def("steps", [](const SampledBatch& b) { return b.array(b.arrays().steps); })
-      .def("probability", [](const SampledBatch& b) { return b.array(b.arrays().probability); })
       .def("torn", [](const SampledBatch& b) { return b.array(b.arrays().torn); })
-      .def("mask", &SampledBatch::mask)
       .def("buffer", &SampledBatch::buffer)
-      .def("start", [](const SampledBatch& b) { return b.array(b.arrays().starts); })
-      .def("length", [](const SampledBatch& b) { return b.array(b.arrays().lengths); })
-      .def("version", [](const SampledBatch& b) { return b.array(b.arrays().versions); })
-      .def("importance_weights", &SampledBatch::importance_array)
+      .def(
+          "probability", [](const SampledBatch& b, nb::handle by) { return b.array(b.arrays().probability, by); },
+          made_by)
+      .def("mask", &SampledBatch::mask, made_by)
+      .def(
+          "start", [](const SampledBatch& b, nb::handle by) { return b.array(b.arrays().starts, by); }, made_by)
+      .def(
+          "length", [](const SampledBatch& b, nb::handle by) { return b.array(b.arrays().lengths, by); }, made_by)
+      .def(
+          "version", [](const SampledBatch& b, nb::handle by) { return b.array(b.arrays().versions, by); }, made_by)
+      .def("importance_weights", &SampledBatch::importance_array, made_by)
       .def("shard", &SampledBatch::shard_array)
       .def("set_shard", &SampledBatch::set_shard)
       .def("set_importance", &SampledBatch::set_importance);
@@ -382,38 +380,20 @@ void bind_batch(nb::module_& module) {
       .def(
           "__init__",
           [](Sampler* self, Store& store, const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
-             unsigned threads, uint64_t seed, bool by_priority, bool replacement, bool stratified,
-             std::optional<int> order, bool cursor, uint64_t min_rows, uint64_t min_steps, bool over_steps,
+             unsigned threads, uint64_t seed, const DrawsTuple& draws, uint64_t min_rows, uint64_t min_steps,
              const TransitionView* view, const std::optional<WindowTuple>& windows, size_t atom, bool takes,
              bool strict) {
-            BatchSampler::Settings settings{.window = window_plan(window, windows),
-                                            .pad_left = pad_left,
-                                            .threads = threads,
-                                            .seed = seed,
-                                            .by = by_priority ? By::priority : By::row,
-                                            .replacement = replacement,
-                                            .stratified = stratified,
-                                            .over_steps = over_steps,
-                                            .transitions = {},
-                                            .cursor = cursor,
-                                            .atom = atom,
-                                            .min_rows = min_rows,
-                                            .min_steps = min_steps,
-                                            .takes = takes,
-                                            .strict = strict};
-            if (view != nullptr) settings.transitions = *view;
-            if (order) {
-              settings.form = BatchSampler::Form::ordered;
-              settings.order = static_cast<Order>(*order);
-            }
+            const auto transitions = view != nullptr ? std::optional(*view) : std::nullopt;
+            BatchSampler::Settings settings =
+                sampler_settings(draws, window_plan(window, windows), pad_left, threads, seed, transitions);
+            settings.min_rows = min_rows, settings.min_steps = min_steps;
+            settings.atom = atom, settings.takes = takes, settings.strict = strict;
             new (self) Sampler(store, fields, settings);
           },
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("fields"), nb::arg("window"), nb::arg("pad_left"),
-          nb::arg("threads"), nb::arg("seed"), nb::arg("by_priority"), nb::arg("replacement"), nb::arg("stratified"),
-          nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"), nb::arg("min_steps"),
-          nb::arg("over_steps") = false, nb::arg("transitions").none() = nb::none(),
-          nb::arg("windows").none() = nb::none(), nb::arg("atom") = 1, nb::arg("takes") = false,
-          nb::arg("strict") = false)
+          nb::arg("threads"), nb::arg("seed"), nb::arg("draws"), nb::arg("min_rows"), nb::arg("min_steps"),
+          nb::arg("transitions").none(), nb::arg("windows").none(), nb::arg("atom"), nb::arg("takes"),
+          nb::arg("strict"))
       .def("sample", &Sampler::sample, nb::arg("n"), nb::arg("step"), nb::arg("limits").none(), nb::arg("cursor"),
            nb::arg("admitted"), nb::arg("beta").none(), nb::arg("rows").none(), nb::arg("anchors").none(),
            nb::arg("into").none() = nb::none(), nb::arg("first") = 0)

@@ -5,6 +5,7 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <span>
@@ -71,13 +72,43 @@ std::vector<T> copied(const std::optional<In<T>>& array) {
   return array ? copied(*array) : std::vector<T>();
 }
 
-// A NumPy array that owns a copy-free vector.
-template <typename T>
-nb::object to_numpy(std::vector<T>&& values) {
+// A NumPy array that owns a vector, without a copy: of its items, or of the bytes in them.
+template <typename Item, typename T>
+nb::object to_numpy(std::vector<T>&& values, std::initializer_list<size_t> shape) {
   auto* moved = new std::vector<T>(std::move(values));
   nb::capsule owner(moved, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  const size_t shape[1] = {moved->size()};
-  return nb::cast(nb::ndarray<nb::numpy, T>(moved->data(), 1, shape, owner));
+  auto* const items = reinterpret_cast<Item*>(moved->data());
+  return nb::cast(nb::ndarray<nb::numpy, Item>(items, shape.size(), std::data(shape), owner));
+}
+template <typename T>
+nb::object to_numpy(std::vector<T>&& values) {
+  const size_t size = values.size();
+  return to_numpy<T>(std::move(values), {size});
+}
+// A tuple of them.
+template <typename... T>
+nb::tuple to_numpy_tuple(std::vector<T>&&... values) {
+  return nb::make_tuple(to_numpy(std::move(values))...);
+}
+// One that owns a copy.
+template <typename T>
+nb::object copied_array(std::span<const T> values) {
+  return to_numpy(std::vector<T>(values.begin(), values.end()));
+}
+inline nb::object copied_bytes(std::span<const std::byte> bytes) {
+  return copied_array<uint8_t>({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
+}
+
+// A string that dicts find by its address.
+inline nb::object interned(nb::handle name) {
+  PyObject* pointer = name.inc_ref().ptr();
+  PyUnicode_InternInPlace(&pointer);
+  return nb::steal(pointer);
+}
+inline std::vector<nb::object> all_interned(const nb::list& names) {
+  std::vector<nb::object> made;
+  for (const nb::handle name : names) made.push_back(interned(name));
+  return made;
 }
 
 // Without the GIL for its lifetime. A daemon thread that comes back from a call while the interpreter ends must not run
@@ -113,6 +144,12 @@ class Unlocked {
   const bool interpreter_lived_;
   PyThreadState* state_;
 };
+
+template <typename Work>
+decltype(auto) without_gil(Work&& work) {
+  const Unlocked unlocked;
+  return std::forward<Work>(work)();
+}
 
 // work() on a store that any thread may close, as a call that close() waits for (Store::Call). Every binding that takes
 // a store goes through one of these two, or checks that it is open where it only reads what never changes.
@@ -177,6 +214,11 @@ T item(const nb::dict& options, const char* name, T otherwise) {
   }
 }
 
+inline std::string secret_of(const nb::dict& options) {
+  const auto secret = item<nb::bytes>(options, "secret", nb::bytes("", 0));
+  return {secret.c_str(), secret.size()};
+}
+
 // The element type of a stored dtype code: NumPy's where it has one, an unsigned integer of that size where not.
 nb::dlpack::dtype array_dtype(uint8_t code, uint8_t itemsize);
 
@@ -202,7 +244,6 @@ void bind_rank_reader(nb::module_& module);
 void bind_inserter(nb::module_& module);
 void bind_step_writer(nb::module_& module);
 void bind_selection(nb::module_& module);
-void bind_planner(nb::module_& module);
 void bind_testing(nb::module_& module);
 
 }  // namespace geartrain

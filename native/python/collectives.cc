@@ -26,16 +26,6 @@
 namespace geartrain {
 namespace {
 
-using Values = std::vector<double>;
-
-std::pair<Values, double> unpacked(SharesPlan plan) {
-  return {std::move(plan.shares), plan.seconds};
-}
-std::string secret_of(const nb::dict& given) {
-  const auto secret = item<nb::bytes>(given, "secret", nb::bytes("", 0));
-  return {secret.c_str(), secret.size()};
-}
-
 // A group, and the owners of the memory that its operations use.
 class PythonGroup {
  public:
@@ -58,10 +48,10 @@ class PythonGroup {
     return start(std::move(keep), [&] { return group_->all_reduce(shape, array, array, timeout_s, soon); });
   }
 
-  std::shared_ptr<Work> run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
-                            double timeout_s, nb::object keep, bool soon) {
+  std::shared_ptr<Work> exchange(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
+                                 double timeout_s, nb::object keep, bool soon) {
     return start(std::move(keep),
-                 [&] { return group_->run(shape, std::move(sends), std::move(receives), timeout_s, soon); });
+                 [&] { return group_->exchange(shape, std::move(sends), std::move(receives), timeout_s, soon); });
   }
 
  private:
@@ -170,27 +160,19 @@ std::vector<Segment> segments_from(const Segments& given) {
   return out;
 }
 
-std::shared_ptr<Work> run(PythonGroup& group, uint32_t collective, const Segments& sends, const Segments& receives,
-                          uint32_t dtype, uint32_t op, uint32_t root, double timeout_s, nb::object keep,
-                          const GivenWhole& whole, bool soon) {
+std::shared_ptr<Work> exchange(PythonGroup& group, uint32_t collective, const Segments& sends, const Segments& receives,
+                               uint32_t dtype, uint32_t op, uint32_t root, double timeout_s, nb::object keep,
+                               const GivenWhole& whole, bool soon) {
   if (collective >= kCollectives) fail(ErrorKind::argument, "no collective has the number ", collective);
   const Dtype type = dtype_from(dtype);
   Shape shape{0, type, type, op_from(op), 0, static_cast<Collective>(collective), root};
   shape.whole = whole_from(whole);
-  return group.run(shape, segments_from(sends), segments_from(receives), timeout_s, std::move(keep), soon);
+  return group.exchange(shape, segments_from(sends), segments_from(receives), timeout_s, std::move(keep), soon);
 }
 
 bool wait(Work& work, double timeout_s) {
-  if (work.done()) return true;
-  const Deadline deadline = Deadline::after(timeout_s);
-  for (;;) {
-    {
-      const Unlocked unlocked;
-      if (work.wait(deadline.sooner(kSignalsEveryS))) return true;
-    }
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    if (deadline.passed()) return false;
-  }
+  return work.done() ||
+         patiently(Deadline::after(timeout_s), [&](Deadline slice, Deadline) { return work.wait(slice); });
 }
 
 // Kind, text, members; None while there is none.
@@ -200,11 +182,7 @@ std::optional<std::tuple<uint32_t, std::string, std::vector<uint32_t>>> fault_tu
 }
 
 nb::dict group_counts(PythonGroup& group) {
-  GroupCounts found;
-  {
-    const Unlocked unlocked;
-    found = group.group().counts();
-  }
+  const GroupCounts found = without_gil([&] { return group.group().counts(); });
   nb::dict out, sent, received, links;
   sent["tcp"] = found.sent_tcp;
   sent["shm"] = found.sent_shm;
@@ -234,11 +212,7 @@ nb::dict group_counts(PythonGroup& group) {
 }
 
 nb::dict reducer_counts(Reducer& reducer) {
-  ReducerCounts found;
-  {
-    const Unlocked unlocked;
-    found = reducer.counts();
-  }
+  const ReducerCounts found = without_gil([&] { return reducer.counts(); });
   nb::dict out;
   out["groups"] = found.groups;
   out["ranks"] = found.ranks;
@@ -270,30 +244,26 @@ void bind_collectives(nb::module_& module) {
            })
       .def("all_reduce", &all_reduce, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg("keep").none(), nb::arg("whole") = nb::none(), nb::arg("soon") = false)
-      .def("run", &run, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+      .def("exchange", &exchange, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg("keep").none(), nb::arg("whole") = nb::none(), nb::arg("soon") = false)
       .def("counts", &group_counts)
       .def("reducer_events", [](PythonGroup& group) { return group.group().reducer_events(); })
       .def("fault", [](const PythonGroup& group) { return fault_tuple(group.group().fault()); })
       .def("name_of", [](const PythonGroup& group, uint32_t member) { return group.group().name_of(member); })
-      .def("abort",
-           [](PythonGroup& group, const std::string& reason) {
-             const Unlocked unlocked;
-             group.group().abort(reason);
-           })
-      .def("close", [](PythonGroup& group, double timeout_s) {
-        const Unlocked unlocked;
-        group.group().close(Deadline::after(timeout_s));
-      });
+      .def(
+          "abort", [](PythonGroup& group, const std::string& reason) { group.group().abort(reason); },
+          nb::call_guard<Unlocked>())
+      .def(
+          "close", [](PythonGroup& group, double timeout_s) { group.group().close(Deadline::after(timeout_s)); },
+          nb::call_guard<Unlocked>());
 
   nb::class_<Reducer>(module, "CollectiveReducer")
       .def_static("make", &make_reducer)
       .def_prop_ro("address", &Reducer::address)
       .def("counts", &reducer_counts)
-      .def("close", [](Reducer& reducer, double timeout_s) {
-        const Unlocked unlocked;
-        reducer.close(Deadline::after(timeout_s));
-      });
+      .def(
+          "close", [](Reducer& reducer, double timeout_s) { reducer.close(Deadline::after(timeout_s)); },
+          nb::call_guard<Unlocked>());
 
   // Where an array's numbers are: address, elements, DLPack's type code, bits, and whether it may be written.
   module.def("array_memory", [](const AnyArray& array) {
@@ -310,36 +280,12 @@ void bind_collectives(nb::module_& module) {
     const Unlocked unlocked;
     divide(type, reinterpret_cast<std::byte*>(at), count, divisor);
   });
-  module.def("reduce_kernel", &reduce_kernel);
-  module.def("set_reduce_kernel", [](const std::string& name) { return set_reduce_kernel(name.c_str()); });
-}
-
-// --- the share planner -----------------------------------------------------------------------------------------------
-
-void bind_planner(nb::module_& module) {
-  module.def("plan_shares", [](const Values& workers, const Values& reducers, double bytes) {
-    return unpacked(plan_shares({workers, reducers}, bytes));
+  // Workers, and the rates of their links and then the reducers'.
+  module.def("plan_shares",
+             [](size_t workers, const std::vector<double>& rates) { return plan_shares(workers, rates); });
+  module.def("shares_of_equal_links", [](size_t workers, const std::vector<std::string>& reducers) {
+    return shares_of_equal_links(workers, reducers);
   });
-  module.def("equal_rates",
-             [](size_t workers, const std::vector<std::string>& reducers) { return equal_rates(workers, reducers); });
-  module.def("plan_dedicated", [](const Values& workers, const Values& reducers, double bytes) {
-    return unpacked(plan_dedicated({workers, reducers}, bytes));
-  });
-  module.def("shares_seconds", [](const Values& workers, const Values& reducers, const Values& shares, double bytes) {
-    return shares_seconds({workers, reducers}, shares, bytes);
-  });
-  module.def("moved_bytes", [](size_t workers, size_t reducers, const Values& shares, double bytes) {
-    return moved_bytes(workers, reducers, shares, bytes);
-  });
-  module.def("ring_bytes", &ring_bytes);
-  module.def("ring_hops", &ring_hops);
-  module.def("tree_bytes", &tree_bytes);
-  module.def("tree_seconds", &tree_seconds);
-  module.def("tree_hops", &tree_hops);
-  module.attr("DIRECT_HOPS") = kDirectHops;
-  module.def("reducers_needed", [](const Values& workers, double rate) { return reducers_needed(workers, rate); });
-  module.def("dedicated_reducers_needed",
-             [](const Values& workers, double rate) { return dedicated_reducers_needed(workers, rate); });
 }
 
 }  // namespace geartrain

@@ -2,75 +2,48 @@
 
 #include "base/errors.h"
 
+#include <iterator>
+
 #include "python/bind.h"
 
 namespace geartrain {
 namespace {
 
-// The class of geartrain.errors that each kind becomes.
-const char* error_class(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::schema:
-      return "SchemaError";
-    case ErrorKind::exists:
-      return "StoreExistsError";
-    case ErrorKind::missing:
-      return "StoreMissingError";
-    case ErrorKind::stale_store:
-      return "StaleStoreError";
-    case ErrorKind::incompatible:
-      return "IncompatibleStoreError";
-    case ErrorKind::closed:
-      return "StoreClosedError";
-    case ErrorKind::read_only:
-      return "ReadOnlyStoreError";
-    case ErrorKind::full:
-      return "StoreFullError";
-    case ErrorKind::empty:
-      return "EmptyStoreError";
-    case ErrorKind::not_enough:
-      return "NotEnoughRowsError";
-    case ErrorKind::turnover:
-      return "TurnoverError";
-    case ErrorKind::stale_key:
-      return "StaleKeyError";
-    case ErrorKind::stale_claim:
-      return "StaleClaimError";
-    case ErrorKind::no_space:
-      return "NoSpaceError";
-    case ErrorKind::lock_timeout:
-      return "LockTimeoutError";
-    case ErrorKind::corrupt:
-      return "CorruptStoreError";
-    case ErrorKind::untrusted_store:
-      return "UntrustedStoreError";
-    case ErrorKind::io:
-      return "StoreIOError";
-    case ErrorKind::os:
-      return "GeartrainError";
-    case ErrorKind::argument:
-      return "ArgumentError";
-    case ErrorKind::peer_lost:
-      return "PeerLostError";
-    case ErrorKind::timed_out:
-      return "WaitTimeoutError";
-    case ErrorKind::not_viable:
-      return "TransportError";
-    case ErrorKind::untrusted:
-      return "UntrustedPeerError";
-    case ErrorKind::frame:
-      return "MessageError";
-    case ErrorKind::hung_up:
-      return "ConnectionClosedError";
-    case ErrorKind::region:
-      return "RegionError";
-  }
-  return "GeartrainError";
-}
+// The class of geartrain.errors that each kind becomes, in their order.
+constexpr const char* kErrorClasses[] = {
+    "SchemaError",             // schema
+    "StoreExistsError",        // exists
+    "StoreMissingError",       // missing
+    "StaleStoreError",         // stale_store
+    "IncompatibleStoreError",  // incompatible
+    "StoreClosedError",        // closed
+    "ReadOnlyStoreError",      // read_only
+    "StoreFullError",          // full
+    "EmptyStoreError",         // empty
+    "NotEnoughRowsError",      // not_enough
+    "TurnoverError",           // turnover
+    "StaleKeyError",           // stale_key
+    "StaleClaimError",         // stale_claim
+    "NoSpaceError",            // no_space
+    "LockTimeoutError",        // lock_timeout
+    "CorruptStoreError",       // corrupt
+    "UntrustedStoreError",     // untrusted_store
+    "StoreIOError",            // io
+    "GeartrainError",          // os
+    "ArgumentError",           // argument
+    "PeerLostError",           // peer_lost
+    "WaitTimeoutError",        // timed_out
+    "TransportError",          // not_viable
+    "UntrustedPeerError",      // untrusted
+    "MessageError",            // frame
+    "ConnectionClosedError",   // hung_up
+    "RegionError",             // region
+};
+static_assert(std::size(kErrorClasses) == static_cast<size_t>(ErrorKind::region) + 1);
 
 nb::object raised_of(const Error& error) {
   const bool nobody = dynamic_cast<const NobodyListens*>(&error) != nullptr;
-  const char* const name = nobody ? "ListenerGoneError" : error_class(error.kind);
+  const char* const name = nobody ? "ListenerGoneError" : kErrorClasses[static_cast<size_t>(error.kind)];
   nb::object raised = nb::module_::import_("geartrain.errors").attr(name)(error.what());
   if (const auto* unreached = dynamic_cast<const MembersUnreached*>(&error)) {
     nb::list members;

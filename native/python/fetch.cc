@@ -44,6 +44,26 @@ nb::list empty_batch(const Store& store, size_t n, const std::vector<uint32_t>& 
   return arrays;
 }
 
+// What is told of rows beside their values, in pooled memory.
+size_t told_bytes(size_t n, size_t steps) {
+  return 2 * PooledMemory::padded(n * 4) + PooledMemory::padded(n * 8) + PooledMemory::padded(n) +
+         PooledMemory::padded(n * steps);
+}
+void tell_in(PooledMemory& memory, size_t n, size_t steps, FetchRequest* request) {
+  request->versions = memory.take_items<int64_t>(n);
+  request->starts = memory.take_items<int32_t>(n);
+  request->lengths = memory.take_items<int32_t>(n);
+  request->torn = memory.take_items<uint8_t>(n);
+  request->mask = memory.take_items<uint8_t>(n * steps);
+}
+// (torn, mask, starts, lengths, versions)
+nb::tuple told_of(const PooledMemory& memory, size_t n, size_t steps, const FetchRequest& request) {
+  auto* const mask = reinterpret_cast<std::byte*>(request.mask.data());
+  return nb::make_tuple(memory.array(request.torn, {n}), memory.array(mask, {n, steps}, nb::dtype<bool>()),
+                        memory.array(request.starts, {n}), memory.array(request.lengths, {n}),
+                        memory.array(request.versions, {n}));
+}
+
 // Threads fill them at once, so that no two of the caller's arrays may share memory.
 void check_apart(const Store& store, const std::vector<FetchField>& targets, const std::vector<AnyArray>& out) {
   struct Extent {
@@ -64,11 +84,11 @@ void check_apart(const Store& store, const std::vector<FetchField>& targets, con
 }
 
 // Returns (arrays of the fields, torn, mask, starts, lengths, versions, number torn).
-nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
-                     const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
-                     const std::optional<In<int32_t>>& ends, unsigned threads,
-                     const std::optional<std::vector<AnyArray>>& out, const std::optional<In<uint32_t>>& places,
-                     bool within_episodes, const std::optional<WindowTuple>& windows) {
+nb::object fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                      const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
+                      const std::optional<In<int32_t>>& ends, unsigned threads,
+                      const std::optional<std::vector<AnyArray>>& out, const std::optional<In<uint32_t>>& places,
+                      bool within_episodes, const std::optional<WindowTuple>& windows) {
   store.check_open();
   const WindowPlan plan = window_plan(window, windows);
   const size_t n = rows.size();
@@ -90,8 +110,7 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
   if (out && out->size() != fields.size()) {
     fail(ErrorKind::schema, fields.size(), " fields were asked for with ", out->size(), " output arrays");
   }
-  bytes += 3 * PooledMemory::padded(n * 4) + PooledMemory::padded(n * 8) + PooledMemory::padded(n) +
-           PooledMemory::padded(bytes_of({n, steps}, 1));
+  bytes += PooledMemory::padded(n * 4) + told_bytes(n, steps);
 
   PooledMemory memory(bytes);
   std::vector<FetchField> targets;
@@ -115,11 +134,8 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
     }
   }
   if (out) check_apart(store, targets, *out);
-  const auto part = [&]<typename T>(size_t count, T*) {
-    return std::span<T>(reinterpret_cast<T*>(memory.take(count * sizeof(T))), count);
-  };
   // Bounded and then used as places: another thread may write to the caller's array in between.
-  const std::span<uint32_t> own_rows = part(n, static_cast<uint32_t*>(nullptr));
+  const std::span<uint32_t> own_rows = memory.take_items<uint32_t>(n);
   std::copy_n(rows.data(), n, own_rows.begin());
   FetchRequest request;
   request.rows = own_rows;
@@ -130,40 +146,28 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
   request.within_episodes = within_episodes;
   if (places) request.places = view(*places);
   request.threads = threads;
-  request.versions = part(n, static_cast<int64_t*>(nullptr));
-  request.starts = part(n, static_cast<int32_t*>(nullptr));
-  request.lengths = part(n, static_cast<int32_t*>(nullptr));
-  request.torn = part(n, static_cast<uint8_t*>(nullptr));
-  request.mask = part(n * steps, static_cast<uint8_t*>(nullptr));
+  tell_in(memory, n, steps, &request);
   const uint64_t torn = released(store, [&] { return fetch(store, request); });
-  return nb::make_tuple(arrays, memory.array(request.torn, {n}),
-                        memory.array(reinterpret_cast<std::byte*>(request.mask.data()), {n, steps}, nb::dtype<bool>()),
-                        memory.array(request.starts, {n}), memory.array(request.lengths, {n}),
-                        memory.array(request.versions, {n}), torn);
+  return nb::make_tuple(arrays) + told_of(memory, n, steps, request) + nb::make_tuple(torn);
 }
 
 // Returns (to, from, bytes), (gap at, gap bytes), contents, torn, mask, starts, lengths, versions.
-nb::tuple row_pieces(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
-                     const std::vector<uint32_t>& fields, const In<uint64_t>& offsets, uint32_t window, bool pad_left,
-                     const std::optional<In<int32_t>>& ends, const std::optional<In<uint32_t>>& places) {
+nb::object row_pieces(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                      const std::vector<uint32_t>& fields, const In<uint64_t>& offsets, uint32_t window, bool pad_left,
+                      const std::optional<In<int32_t>>& ends, const std::optional<In<uint32_t>>& places) {
   store.check_open();
   const size_t n = rows.size(), pieces = n * fields.size();
   const size_t steps = window != 0 ? window : store.header().max_length;
   const auto words = [](size_t count) { return PooledMemory::padded(count * sizeof(uint64_t)); };
-  PooledMemory memory(3 * words(pieces) + 2 * words(2 * pieces) + 2 * words(n) + 2 * PooledMemory::padded(n * 4) +
-                      PooledMemory::padded(n) + PooledMemory::padded(bytes_of({n, steps}, 1)));
-  const auto part = [&]<typename T>(size_t count, T*) {
-    return std::span<T>(reinterpret_cast<T*>(memory.take(count * sizeof(T))), count);
-  };
-  auto* const word = static_cast<uint64_t*>(nullptr);
+  PooledMemory memory(3 * words(pieces) + 2 * words(2 * pieces) + words(n) + told_bytes(n, steps));
   const std::vector<uint32_t> own_rows = copied(rows);
   PieceRequest request;
-  request.to = part(pieces, word);
-  request.from = part(pieces, word);
-  request.bytes = part(pieces, word);
-  request.gap_at = part(2 * pieces, word);
-  request.gap_bytes = part(2 * pieces, word);
-  request.contents = part(n, word);
+  request.to = memory.take_items<uint64_t>(pieces);
+  request.from = memory.take_items<uint64_t>(pieces);
+  request.bytes = memory.take_items<uint64_t>(pieces);
+  request.gap_at = memory.take_items<uint64_t>(2 * pieces);
+  request.gap_bytes = memory.take_items<uint64_t>(2 * pieces);
+  request.contents = memory.take_items<uint64_t>(n);
   request.offsets = view(offsets);
   std::vector<FetchField> wanted;
   for (uint32_t field : fields) wanted.push_back({field, nullptr});
@@ -175,11 +179,7 @@ nb::tuple row_pieces(const Store& store, const In<uint32_t>& rows, const In<uint
   asked.pad_left = pad_left;
   asked.ends = view(ends);
   if (places) asked.places = view(*places);
-  asked.versions = part(n, static_cast<int64_t*>(nullptr));
-  asked.starts = part(n, static_cast<int32_t*>(nullptr));
-  asked.lengths = part(n, static_cast<int32_t*>(nullptr));
-  asked.torn = part(n, static_cast<uint8_t*>(nullptr));
-  asked.mask = part(n * steps, static_cast<uint8_t*>(nullptr));
+  tell_in(memory, n, steps, &asked);
   const PieceCounts found = released(store, [&] { return locate_pieces(store, request); });
   const auto array = [&](std::span<uint64_t> values, size_t count) {
     return memory.array(values.first(count), {count});
@@ -187,10 +187,8 @@ nb::tuple row_pieces(const Store& store, const In<uint32_t>& rows, const In<uint
   return nb::make_tuple(nb::make_tuple(array(request.to, found.pieces), array(request.from, found.pieces),
                                        array(request.bytes, found.pieces)),
                         nb::make_tuple(array(request.gap_at, found.gaps), array(request.gap_bytes, found.gaps)),
-                        array(request.contents, n), memory.array(asked.torn, {n}),
-                        memory.array(reinterpret_cast<std::byte*>(asked.mask.data()), {n, steps}, nb::dtype<bool>()),
-                        memory.array(asked.starts, {n}), memory.array(asked.lengths, {n}),
-                        memory.array(asked.versions, {n}));
+                        array(request.contents, n)) +
+         told_of(memory, n, steps, asked);
 }
 
 // Sets 1 in `torn` where rows have changed since their pieces were located; returns how many these are.
@@ -206,8 +204,7 @@ uint64_t changed_rows(const Store& store, const In<uint32_t>& rows, const In<uin
 // Recycled bytes, for messages.
 nb::object pooled_bytes(size_t bytes) {
   PooledMemory memory(PooledMemory::padded(bytes));
-  auto* at = reinterpret_cast<uint8_t*>(memory.take(bytes));
-  return memory.array(std::span<uint8_t>(at, bytes), {bytes});
+  return memory.array(memory.take_items<uint8_t>(bytes), {bytes});
 }
 
 nb::dict pool_dict() {

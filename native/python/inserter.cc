@@ -15,14 +15,7 @@ namespace {
 // to the caller, who converts it or says what is wrong with it.
 class Inserter {
  public:
-  Inserter(Store& store, const nb::list& names) : store_(store) {
-    for (const nb::handle name : names) {
-      Py_INCREF(name.ptr());
-      PyObject* interned = name.ptr();
-      PyUnicode_InternInPlace(&interned);
-      names_.push_back(nb::steal(interned));
-    }
-  }
+  Inserter(Store& store, const nb::list& names) : store_(store), names_(all_interned(names)) {}
 
   // Inserts the rows of a dict of NumPy arrays. Returns their keys, row numbers and then generations as uint32; or
   // None, with nothing done, for arguments that it does not take.

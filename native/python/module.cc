@@ -65,7 +65,6 @@ NB_MODULE(_native, module) {
   module.def("share_with", [](int fd, const std::string& trust) { share_with(fd, trust_of(trust)); });
   module.def("exchange_paths", &exchange_paths);
   module.def("copy_kernel", &copy_kernel);
-  module.def("set_copy_kernel", [](const std::string& name) { return set_copy_kernel(name.c_str()); });
   module.def("available_cores", &available_cores);
   module.def("sleep_at_finalization", &sleep_at_finalization);
   bind_base(module);
@@ -79,7 +78,6 @@ NB_MODULE(_native, module) {
   bind_step_writer(module);
   bind_selection(module);
   bind_codec(module);
-  bind_planner(module);
   bind_transport(module);
   bind_rank_exchange(module);
   bind_rank_reader(module);

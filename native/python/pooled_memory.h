@@ -119,6 +119,10 @@ class PooledMemory {
     used_ += padded(bytes);
     return at;
   }
+  template <typename T>
+  std::span<T> take_items(size_t n) {
+    return {reinterpret_cast<T*>(take(n * sizeof(T))), n};
+  }
   // `row_elements`: from one entry of the first axis to the next, where they do not lie one after the other; or 0.
   nb::object array(std::byte* at, const std::vector<size_t>& shape, nb::dlpack::dtype dtype,
                    int64_t row_elements = 0) const {

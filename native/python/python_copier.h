@@ -12,11 +12,6 @@
 
 namespace geartrain {
 
-template <typename T>
-nb::object copied_array(std::span<const T> values) {
-  return to_numpy(std::vector<T>(values.begin(), values.end()));
-}
-
 // Made and destroyed with the GIL, and so outside of calls of stores: the end of what it holds may run any Python code,
 // which may close one.
 //

@@ -23,11 +23,6 @@ namespace {
 
 constexpr const char* kCauseNames[] = {"error", "lost", "timed out", "told", "refused"};
 
-nb::object array_of(std::span<const std::byte> bytes) {
-  const auto* const first = reinterpret_cast<const uint8_t*>(bytes.data());
-  return to_numpy(std::vector<uint8_t>(first, first + bytes.size()));
-}
-
 // What a peer has said, which need not be text.
 nb::object text_of(const std::string& said) {
   return nb::steal(PyUnicode_DecodeUTF8(said.data(), static_cast<Py_ssize_t>(said.size()), "replace"));
@@ -46,7 +41,7 @@ nb::list all_to_all(RankRounds& rounds, uint64_t number, const std::vector<In<ui
   interruptibly([&] { rounds.all_to_all(number, sent, received, Deadline::after(timeout_s)); });
   nb::list made;
   for (size_t rank = 0; rank < received.size(); ++rank) {
-    made.append(array_of(rank == rounds.rank() ? sent[rank] : RankRounds::content_of(received[rank])));
+    made.append(copied_bytes(rank == rounds.rank() ? sent[rank] : RankRounds::content_of(received[rank])));
   }
   return made;
 }
@@ -67,7 +62,7 @@ nb::list receive_parts(RankRounds& rounds, uint64_t number, const std::vector<ui
   for (const uint32_t peer : peers) received.push_back({peer, {}});
   interruptibly([&] { rounds.receive(number, received, Deadline::after(timeout_s)); });
   nb::list made;
-  for (const RankRounds::PartFrom& each : received) made.append(array_of(RankRounds::content_of(each.message)));
+  for (const RankRounds::PartFrom& each : received) made.append(copied_bytes(RankRounds::content_of(each.message)));
   return made;
 }
 
@@ -101,7 +96,7 @@ std::vector<std::vector<std::byte>> PythonRankExchange::all_to_all(std::vector<s
   std::vector<std::vector<std::byte>> made;
   call_python(*unlocked_.load(), [&] {
     nb::list given;
-    for (const auto& each : parts) given.append(array_of(each));
+    for (const auto& each : parts) given.append(copied_bytes(each));
     for (const nb::handle each : nb::object(settings_.all_to_all(given))) {
       const auto bytes = std::as_bytes(view(nb::cast<In<uint8_t>>(each)));
       made.emplace_back(bytes.begin(), bytes.end());
@@ -125,8 +120,7 @@ std::vector<uint64_t> PythonRankExchange::totals(std::span<const uint64_t> mine)
     return made;
   }
   call_python(*unlocked_.load(), [&] {
-    const auto found =
-        nb::cast<In<uint64_t>>(nb::object(settings_.totals(to_numpy(std::vector<uint64_t>(mine.begin(), mine.end())))));
+    const auto found = nb::cast<In<uint64_t>>(nb::object(settings_.totals(copied_array(mine))));
     made.assign(found.data(), found.data() + found.size());
   });
   return made;
@@ -157,11 +151,7 @@ void bind_rank_exchange(nb::module_& module) {
       // (peer, reason) of a rank that has said why it leaves, or None
       .def("reason_told",
            [](const RankRounds& rounds, uint32_t first) -> nb::object {
-             std::optional<RankRounds::Failure> told;
-             {
-               const Unlocked unlocked;
-               told = rounds.reason_told(first);
-             }
+             const auto told = without_gil([&] { return rounds.reason_told(first); });
              if (!told) return nb::none();
              return nb::make_tuple(told->peer, text_of(told->detail));
            })

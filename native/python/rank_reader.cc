@@ -28,11 +28,8 @@
 namespace geartrain {
 namespace {
 
-using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
 // rank, replica, which of a row's arrays it gets
 using ConsumerTuple = std::tuple<uint32_t, uint32_t, std::vector<uint32_t>>;
-// by priority, with replacement, stratified, order (none), with a cursor, over steps
-using DrawsTuple = std::tuple<bool, bool, bool, std::optional<int>, bool, bool>;
 // how rows are drawn (none: by code of the strategy's own), seed, atom, whether samples are limited
 using StoreTuple = std::tuple<std::optional<DrawsTuple>, uint64_t, uint32_t, bool>;
 // store (None: of another host), which store of the job it is of, fields, whether this rank counts for others, turn,
@@ -167,10 +164,7 @@ RankReader::Hooks hooks_of(const nb::object& place, const nb::object& again, con
   if (!limits.is_none()) {
     hooks.limits = [&](uint32_t store) {
       Limits made;
-      outside.call([&] {
-        const auto [version, from_ns, length] = nb::cast<LimitTuple>(nb::object(limits(store)));
-        made = {version, from_ns, length};
-      });
+      outside.call([&] { made = limits_of(nb::cast<LimitTuple>(nb::object(limits(store)))); });
       return made;
     };
   }
@@ -251,15 +245,10 @@ RankRead agree(const BoundRankSteps& bound, PythonRankExchange& exchange, uint64
 
 nb::list begin_round(const BoundRankSteps& bound, uint64_t step, const std::vector<GivenTuple>& updates) {
   const std::vector<GivenPriorities> given = given_of(updates);
-  RankSteps::Parts parts;
-  {
-    const Unlocked unlocked;
-    parts = bound.steps().begin(step, given, {});
-  }
+  const RankSteps::Parts parts = without_gil([&] { return bound.steps().begin(step, given, {}); });
   nb::list made;
   for (const std::vector<std::byte>& each : parts) {
-    const auto* const first = reinterpret_cast<const uint8_t*>(each.data());
-    made.append(to_numpy(std::vector<uint8_t>(first, first + each.size())));
+    made.append(copied_bytes(each));
   }
   return made;
 }
@@ -269,17 +258,10 @@ nb::object hear_round(const BoundRankSteps& bound, uint64_t step, const std::vec
   std::vector<std::span<const std::byte>> received;
   for (const In<uint8_t>& part : parts) received.push_back(std::as_bytes(view(part)));
   RankRead made;
-  std::vector<uint8_t> updates;
-  {
-    const Unlocked unlocked;
-    RankSteps::Heard heard = bound.steps().hear(step, received, {});
-    made.agreed = std::move(heard.agreed);
-    made.agreed_s = static_cast<double>(monotonic_ns()) * 1e-9;
-    const auto bytes = std::as_bytes(std::span(heard.updates));
-    const auto* const first = reinterpret_cast<const uint8_t*>(bytes.data());
-    updates.assign(first, first + bytes.size());
-  }
-  return nb::make_tuple(nb::cast(std::move(made)), to_numpy(std::move(updates)));
+  RankSteps::Heard heard = without_gil([&] { return bound.steps().hear(step, received, {}); });
+  made.agreed = std::move(heard.agreed);
+  made.agreed_s = static_cast<double>(monotonic_ns()) * 1e-9;
+  return nb::make_tuple(nb::cast(std::move(made)), copied_bytes(std::as_bytes(std::span(heard.updates))));
 }
 
 void apply_round(const BoundRankSteps& bound, const In<uint8_t>& updates, const nb::object& change) {
@@ -635,18 +617,12 @@ void bind_rank_reader(nb::module_& module) {
                      return made;
                    })
       // of every rank, of each store: shard_status of `wire_records`, as bytes
-      .def_prop_ro("shards",
-                   [](const RankRead& r) {
-                     const auto bytes = std::as_bytes(std::span(r.agreed.shards));
-                     return copied_array<uint8_t>({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
-                   })
+      .def_prop_ro("shards", [](const RankRead& r) { return copied_bytes(std::as_bytes(std::span(r.agreed.shards))); })
       // of each store those of all its shards, as bytes
       .def_prop_ro("offers",
                    [](const RankRead& r) {
                      nb::list made;
-                     for (const auto& each : r.agreed.offers) {
-                       made.append(copied_array<uint8_t>({reinterpret_cast<const uint8_t*>(each.data()), each.size()}));
-                     }
+                     for (const auto& each : r.agreed.offers) made.append(copied_bytes(each));
                      return made;
                    })
       .def_prop_ro("changed", [](const RankRead& r) { return r.agreed.changed; })
@@ -727,21 +703,7 @@ void bind_rank_reader(nb::module_& module) {
             for (const auto& [draws, seed, atom, limited] : stores) {
               RankReader::StorePlan plan{.draws = {}, .seed = seed, .atom = atom, .limited = limited};
               if (draws) {
-                const auto [by_priority, replacement, stratified, order, cursor, over_steps] = *draws;
-                plan.draws = BatchSampler::Settings{.window = settings.window,
-                                                    .pad_left = pad_left,
-                                                    .threads = threads,
-                                                    .seed = seed,
-                                                    .by = by_priority ? By::priority : By::row,
-                                                    .replacement = replacement,
-                                                    .stratified = stratified,
-                                                    .over_steps = over_steps,
-                                                    .transitions = settings.view,
-                                                    .cursor = cursor};
-                if (order) {
-                  plan.draws->form = BatchSampler::Form::ordered;
-                  plan.draws->order = static_cast<Order>(*order);
-                }
+                plan.draws = sampler_settings(*draws, settings.window, pad_left, threads, seed, settings.view);
               }
               settings.stores.push_back(std::move(plan));
             }

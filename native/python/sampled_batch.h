@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <memory>
 #include <span>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -40,38 +39,20 @@ class SampledBatch {
   const BatchArrays& arrays() const { return arrays_; }
   std::span<uint16_t> shards() const { return shards_; }
 
-  nb::object field(size_t i) const {
-    const BatchLayout::Field& field = checked_field(i);
-    return memory_.array(memory_.base() + field.at, field.shape, field.dtype, field.row_elements);
-  }
-  // What `from_dlpack` makes of a field.
-  nb::object tensor(size_t i, nb::handle from_dlpack) const {
-    const BatchLayout::Field& field = checked_field(i);
-    return made_by(from_dlpack,
-                   memory_.exported(memory_.base() + field.at, field.shape, field.dtype, field.row_elements));
-  }
-  // The same of metadata, by the name of what gives it as an array; None where the batch has none.
-  nb::object metadata_tensor(std::string_view name, nb::handle from_dlpack) const {
-    const auto of = [&]<typename T>(std::span<T> values, nb::dlpack::dtype dtype, std::vector<size_t> shape) {
-      return made_by(from_dlpack, memory_.exported(reinterpret_cast<std::byte*>(values.data()), shape, dtype));
-    };
-    if (name == "importance_weights") {
-      return weighed_ ? of(importance_, nb::dtype<double>(), {size()}) : nb::none();
-    }
-    if (name == "mask") return of(arrays_.mask, nb::dtype<bool>(), {size(), layout_->mask_steps()});
-    if (name == "start") return of(arrays_.starts, nb::dtype<int32_t>(), {size()});
-    if (name == "length") return of(arrays_.lengths, nb::dtype<int32_t>(), {size()});
-    if (name == "version") return of(arrays_.versions, nb::dtype<int64_t>(), {size()});
-    if (name == "probability") return of(arrays_.probability, nb::dtype<double>(), {size()});
-    fail(ErrorKind::schema, "a batch has no metadata '", name, "'");
+  // Arrays; or, with `from_dlpack`, what it makes of them.
+  nb::object field(size_t i, nb::handle from_dlpack) const {
+    const auto& fields = layout_->fields();
+    if (i >= fields.size()) fail(ErrorKind::schema, "the batch has ", fields.size(), " fields, not a number ", i);
+    const BatchLayout::Field& field = fields[i];
+    return made(memory_.base() + field.at, field.shape, field.dtype, from_dlpack, field.row_elements);
   }
   template <typename T>
-  nb::object array(std::span<T> values) const {
-    return memory_.array(values, {size()});
+  nb::object array(std::span<T> values, nb::handle from_dlpack = nb::none()) const {
+    return made(reinterpret_cast<std::byte*>(values.data()), {size()}, nb::dtype<T>(), from_dlpack);
   }
-  nb::object mask() const {
-    return memory_.array(reinterpret_cast<std::byte*>(arrays_.mask.data()), {size(), layout_->mask_steps()},
-                         nb::dtype<bool>());
+  nb::object mask(nb::handle from_dlpack) const {
+    return made(reinterpret_cast<std::byte*>(arrays_.mask.data()), {size(), layout_->mask_steps()}, nb::dtype<bool>(),
+                from_dlpack);
   }
   // All of its memory, for one who makes a copy of the whole batch.
   nb::object buffer() const { return memory_.array(memory_.base(), {layout_->buffer_bytes()}, nb::dtype<uint8_t>()); }
@@ -79,7 +60,9 @@ class SampledBatch {
   // Before it is filled again.
   void forget_weights() { weighed_ = false; }
   // None where no part of the batch has any.
-  nb::object importance_array() const { return weighed_ ? array(importance_) : nb::none(); }
+  nb::object importance_array(nb::handle from_dlpack) const {
+    return weighed_ ? array(importance_, from_dlpack) : nb::none();
+  }
   nb::object shard_array() const { return shards_.empty() ? nb::none() : array(shards_); }
 
   void check_part(size_t first, size_t n) const {
@@ -110,16 +93,14 @@ class SampledBatch {
         importance_(layout_->importance(memory_.base())),
         shards_(layout_->shards(memory_.base())) {}
 
-  static nb::object made_by(nb::handle from_dlpack, const nb::object& capsule) {
+  nb::object made(std::byte* at, const std::vector<size_t>& shape, nb::dlpack::dtype dtype, nb::handle from_dlpack,
+                  int64_t row_elements = 0) const {
+    if (from_dlpack.is_none()) return memory_.array(at, shape, dtype, row_elements);
+    const nb::object capsule = memory_.exported(at, shape, dtype, row_elements);
     sleep_at_finalization();
     PyObject* made = PyObject_CallFunctionObjArgs(from_dlpack.ptr(), capsule.ptr(), nullptr);
     if (made == nullptr) throw nb::python_error();
     return nb::steal(made);
-  }
-  const BatchLayout::Field& checked_field(size_t i) const {
-    const auto& fields = layout_->fields();
-    if (i >= fields.size()) fail(ErrorKind::schema, "the batch has ", fields.size(), " fields, not a number ", i);
-    return fields[i];
   }
 
   std::shared_ptr<const BatchLayout> layout_;

@@ -9,6 +9,7 @@
 #include "base/errors.h"
 #include "fetch/episodes.h"
 #include "python/bind.h"
+#include "python/window_plan.h"
 #include "segment/segment.h"
 #include "selection/allowed_rows.h"
 #include "selection/assignment.h"
@@ -86,12 +87,9 @@ class Candidates {
   std::optional<Population> steps_;
 };
 
-using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
-
-Limits limits_of(const Candidates& from, const std::optional<LimitTuple>& limits) {
-  if (!limits) return {};
-  if (from.is_array()) fail(ErrorKind::schema, "bare arrays have no versions, ages or lengths to limit");
-  return {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
+Limits checked_limits(const Candidates& from, const std::optional<LimitTuple>& limits) {
+  if (limits && from.is_array()) fail(ErrorKind::schema, "bare arrays have no versions, ages or lengths to limit");
+  return limits_of(limits);
 }
 
 void check_stride(const Candidates& from, uint32_t stride) {
@@ -112,7 +110,7 @@ void check_needs(const Candidates& from, const StepNeeds& needs) {
 
 DrawPlan plan_of(const Candidates& from, bool by_priority, const DrawKey& key, const std::optional<LimitTuple>& limits,
                  const std::optional<StepTuple>& steps) {
-  DrawPlan plan{.key = key, .by = by_priority ? By::priority : By::row, .limits = limits_of(from, limits)};
+  DrawPlan plan{.key = key, .by = by_priority ? By::priority : By::row, .limits = checked_limits(from, limits)};
   if (!steps) return plan;
   if (from.is_array()) fail(ErrorKind::schema, "bare arrays have no steps to count");
   std::tie(plan.max_steps, plan.need, plan.skip, plan.stride, plan.needs.before, plan.needs.after, plan.shift) = *steps;
@@ -138,12 +136,8 @@ void check_known(const Candidates& from, std::span<const uint32_t> rows) {
 struct DrawnArrays {
   explicit DrawnArrays(size_t n, bool with_steps = false)
       : size(n), memory((with_steps ? 3 : 2) * PooledMemory::padded(4 * n) + PooledMemory::padded(8 * n)) {
-    out = {part<uint32_t>(), part<uint32_t>(), part<double>()};
-    if (with_steps) out.steps = part<uint32_t>();
-  }
-  template <typename T>
-  std::span<T> part() {
-    return {reinterpret_cast<T*>(memory.take(size * sizeof(T))), size};
+    out = {memory.take_items<uint32_t>(n), memory.take_items<uint32_t>(n), memory.take_items<double>(n)};
+    if (with_steps) out.steps = memory.take_items<uint32_t>(n);
   }
   template <typename T>
   nb::object array(std::span<T> values) const {
@@ -168,7 +162,7 @@ nb::tuple draw_rows(const Candidates& from, bool by_priority, uint64_t seed, uin
                     const In<uint32_t>& numbers, uint32_t strata, const std::optional<LimitTuple>& limits) {
   from.check_by(by_priority);
   const DrawPlan plan{
-      {seed, step, kRowStream}, by_priority ? By::priority : By::row, round, strata, limits_of(from, limits)};
+      {seed, step, kRowStream}, by_priority ? By::priority : By::row, round, strata, checked_limits(from, limits)};
   check_strata(numbers, strata);
   return chosen(from, numbers.size(),
                 [&](const Draws& out) { return draw(from.population(), plan, view(numbers), out); });
@@ -206,8 +200,7 @@ nb::tuple find_drawn_rows(const Candidates& from, bool by_priority, uint64_t see
                {rows, generations, priorities, found});
     return 0;
   });
-  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(priorities)),
-                        to_numpy(std::move(found)));
+  return to_numpy_tuple(std::move(rows), std::move(generations), std::move(priorities), std::move(found));
 }
 
 nb::tuple distinct_rows(const Candidates& from, bool by_priority, uint64_t seed, uint64_t step, uint32_t round,
@@ -215,7 +208,7 @@ nb::tuple distinct_rows(const Candidates& from, bool by_priority, uint64_t seed,
   from.check_by(by_priority);
   check_known(from, view(excluded));
   const DrawPlan plan{
-      {seed, step, kDistinctStream}, by_priority ? By::priority : By::row, round, 0, limits_of(from, limits)};
+      {seed, step, kDistinctStream}, by_priority ? By::priority : By::row, round, 0, checked_limits(from, limits)};
   return chosen(from, n, [&](const Draws& out) {
     draw_distinct(from.population(), plan, view(excluded), out);
     return 0;
@@ -227,7 +220,7 @@ nb::tuple first(const Candidates& from, int order, size_t n, uint64_t after, con
                 const std::optional<LimitTuple>& limits) {
   from.check_by(static_cast<Order>(order) == Order::heaviest);
   check_known(from, view(excluded));
-  const Limits limit = limits_of(from, limits);
+  const Limits limit = checked_limits(from, limits);
   return chosen(from, n, [&](const Draws& out) {
     return first_rows(from.population(), static_cast<Order>(order), after, limit, view(excluded), out);
   });
@@ -238,7 +231,7 @@ nb::tuple first_ranked(const Candidates& from, int order, size_t n, uint64_t aft
                        const std::optional<LimitTuple>& limits) {
   from.check_by(static_cast<Order>(order) == Order::heaviest);
   check_known(from, view(excluded));
-  const Limits limit = limits_of(from, limits);
+  const Limits limit = checked_limits(from, limits);
   std::vector<uint32_t> rows(n), generations(n), priorities(n);
   std::vector<uint64_t> sequences(n);
   std::vector<double> probability(n);
@@ -247,8 +240,7 @@ nb::tuple first_ranked(const Candidates& from, int order, size_t n, uint64_t aft
                                     {rows, generations, probability}, sequences, priorities);
     rows.resize(found), generations.resize(found), priorities.resize(found), sequences.resize(found);
   });
-  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(sequences)),
-                        to_numpy(std::move(priorities)));
+  return to_numpy_tuple(std::move(rows), std::move(generations), std::move(sequences), std::move(priorities));
 }
 
 // Returns (rows, generations, priorities, number not found).
@@ -256,8 +248,8 @@ template <typename AtWork>
 nb::tuple found(const Population& from, By by, const In<uint64_t>& targets, AtWork at_work) {
   const size_t n = targets.size();
   PooledMemory memory(3 * PooledMemory::padded(4 * n));
-  const auto part = [&] { return std::span<uint32_t>(reinterpret_cast<uint32_t*>(memory.take(4 * n)), n); };
-  const std::span<uint32_t> rows = part(), generations = part(), priorities = part();
+  const auto rows = memory.take_items<uint32_t>(n), generations = memory.take_items<uint32_t>(n),
+             priorities = memory.take_items<uint32_t>(n);
   const uint64_t missing = at_work([&] { return find_rows(from, by, view(targets), rows, generations, priorities); });
   return nb::make_tuple(memory.array(rows, {n}), memory.array(generations, {n}), memory.array(priorities, {n}),
                         missing);
@@ -285,7 +277,7 @@ class AllowedRows {
       generations.push_back(generation_of(word));
       priorities.push_back(priority_of(word));
     }
-    return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(priorities)));
+    return to_numpy_tuple(std::move(rows), std::move(generations), std::move(priorities));
   }
 
   // (row, generation, priority) of the row that the target falls into, which is then removed.
@@ -328,8 +320,7 @@ class StepSums {
       }
       return 0;
     });
-    return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(priorities)),
-                          to_numpy(std::move(steps)));
+    return to_numpy_tuple(std::move(rows), std::move(generations), std::move(priorities), std::move(steps));
   }
 
  private:
@@ -369,18 +360,6 @@ nb::object sequences_of(const Candidates& from, const In<uint32_t>& rows) {
   return to_numpy(std::move(sequences));
 }
 
-// When some rows were committed, in ns of the wall clock.
-nb::object inserted_at_of(const Candidates& from, const In<uint32_t>& rows) {
-  from.check_open();
-  check_known(from, view(rows));
-  if (from.is_array()) fail(ErrorKind::schema, "rows of bare arrays have no time of a commit");
-  std::vector<uint64_t> times(rows.size());
-  for (size_t i = 0; i < times.size(); ++i) {
-    times[i] = from.population().status[rows.data()[i]].inserted_at_ns.load(std::memory_order_relaxed);
-  }
-  return to_numpy(std::move(times));
-}
-
 nb::object window_ends(uint64_t seed, uint64_t step, uint32_t round, const In<uint32_t>& numbers,
                        const In<int32_t>& lengths) {
   if (numbers.size() != lengths.size()) fail(ErrorKind::schema, "as many lengths as draws are needed");
@@ -415,8 +394,7 @@ nb::tuple find_in_pass(const Candidates& from, uint64_t seed, uint64_t pass, boo
     find_epoch(from.population(), plan, position, taken, {rows, generations, {}, steps});
     return 0;
   });
-  return nb::make_tuple(to_numpy(std::move(taken)), to_numpy(std::move(rows)), to_numpy(std::move(generations)),
-                        to_numpy(std::move(steps)));
+  return to_numpy_tuple(std::move(taken), std::move(rows), std::move(generations), std::move(steps));
 }
 
 }  // namespace
@@ -438,7 +416,6 @@ void bind_selection(nb::module_& module) {
            nb::arg("stride") = 1, nb::arg("episodes") = false, nb::arg("needs") = NeedsTuple{})
       .def("priorities", &priorities_of)
       .def("sequences", &sequences_of)
-      .def("inserted_at", &inserted_at_of)
       .def("draw", &draw_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
            nb::arg("numbers"), nb::arg("strata") = 0, nb::arg("limits").none() = nb::none())
       .def("draw_steps", &draw_steps, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),

@@ -196,13 +196,6 @@ class Recorder {
     if (environment >= n_) fail(ErrorKind::schema, "there are ", n_, " environments, none has number ", environment);
   }
 
-  static nb::object interned(nb::handle name) {
-    Py_INCREF(name.ptr());
-    PyObject* pointer = name.ptr();
-    PyUnicode_InternInPlace(&pointer);
-    return nb::steal(pointer);
-  }
-
   // The columns of some fields, from a dict by field or, of a single observation, from its array alone. False, with the
   // argument to be converted, where they are none.
   bool columns(const std::vector<Named>& fields, nb::handle given, const char* argument, std::vector<StepColumn>* out,

@@ -32,27 +32,28 @@ std::vector<FieldSpec> specs_of(const std::vector<FieldTuple>& fields) {
   return specs;
 }
 
-// Bytes that a store of `capacity` rows takes, and the rows of one that takes at most `bytes`.
-uint64_t segment_bytes(const std::vector<FieldTuple>& fields, uint64_t capacity, int remover, bool step_priorities) {
+StoreOptions options_of(uint64_t capacity, uint32_t remover, bool step_priorities) {
   StoreOptions options;
   options.capacity = capacity;
-  options.remover = remover_of(static_cast<uint32_t>(remover));
-  options.remover_field = remover_field_of(static_cast<uint32_t>(remover));
+  options.remover = remover_of(remover);
+  options.remover_field = remover_field_of(remover);
   options.step_priorities = step_priorities;
-  std::vector<FieldRecord> records;
-  return plan_segment(specs_of(fields), options, &records).segment_bytes;
+  return options;
 }
 
-uint64_t rows_of_bytes(const std::vector<FieldTuple>& fields, uint64_t bytes, int remover, bool step_priorities) {
-  StoreOptions options;
-  options.remover = remover_of(static_cast<uint32_t>(remover));
-  options.remover_field = remover_field_of(static_cast<uint32_t>(remover));
-  options.step_priorities = step_priorities;
-  return rows_within(specs_of(fields), options, bytes);
+// Bytes that a store of `capacity` rows takes, and the rows of one that takes at most `bytes`.
+uint64_t segment_bytes(const std::vector<FieldTuple>& fields, uint64_t capacity, uint32_t remover,
+                       bool step_priorities) {
+  std::vector<FieldRecord> records;
+  return plan_segment(specs_of(fields), options_of(capacity, remover, step_priorities), &records).segment_bytes;
+}
+
+uint64_t rows_of_bytes(const std::vector<FieldTuple>& fields, uint64_t bytes, uint32_t remover, bool step_priorities) {
+  return rows_within(specs_of(fields), options_of(0, remover, step_priorities), bytes);
 }
 
 std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTuple>& fields, uint64_t capacity,
-                              uint64_t max_rows, int remover, uint32_t max_times_sampled, uint64_t max_age_ns,
+                              uint64_t max_rows, uint32_t remover, uint32_t max_times_sampled, uint64_t max_age_ns,
                               uint32_t priority_fraction_bits, bool persist, bool reserve, double timeout_s,
                               const std::string& trust, bool step_priorities, bool max_priority,
                               const std::vector<PlaceTuple>& places, const std::vector<std::string>& axes,
@@ -67,16 +68,12 @@ std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTu
     specs[i].divides = divides;
     specs[i].kind = static_cast<SpanKind>(kind);
   }
-  StoreOptions options;
-  options.capacity = capacity;
+  StoreOptions options = options_of(capacity, remover, step_priorities);
   options.max_rows = max_rows;
-  options.remover = remover_of(static_cast<uint32_t>(remover));
-  options.remover_field = remover_field_of(static_cast<uint32_t>(remover));
   options.max_times_sampled = max_times_sampled;
   options.max_age_ns = max_age_ns;
   options.priority_fraction_bits = priority_fraction_bits;
   options.persist = persist;
-  options.step_priorities = step_priorities;
   options.max_priority = max_priority;
   options.reserve = reserve;
   options.lock_timeout_s = timeout_s;
@@ -387,11 +384,8 @@ void bind_store(nb::module_& module) {
       .def("reap", [](Store& s) { return released(s, [&] { return s.reap(); }); })
       .def("rebuild", [](Store& s) { return released(s, [&] { return s.rebuild(); }); })
       .def("audit", [](Store& s) { return released(s, [&] { return s.audit(); }); })
-      .def("close",
-           [](Store& s, bool keep) {
-             const Unlocked unlocked;
-             s.close(keep);
-           })
+      .def(
+          "close", [](Store& s, bool keep) { s.close(keep); }, nb::call_guard<Unlocked>())
       .def_prop_ro("timeout_s", [](const Store& s) { return s.lock_timeout_s(); })
       .def("unlink", [](Store& s) { return released(s, [&] { return s.unlink(); }); })
       // What most operations ask first, before they call any library's functions.

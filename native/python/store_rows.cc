@@ -82,7 +82,7 @@ nb::tuple insert_sources(Store& store, size_t n, const std::vector<std::pair<uin
   std::vector<uint32_t> rows(n), generations(n);
   released(store,
            [&] { insert(store, fields, {own_lengths, view(priorities), view(versions)}, threads, rows, generations); });
-  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)));
+  return to_numpy_tuple(std::move(rows), std::move(generations));
 }
 
 // Writes fields of rows in place; arrays as those of an insert.
@@ -181,7 +181,7 @@ nb::tuple copy_step_priorities(const Store& store, const In<uint32_t>& rows, con
       rest = rest.subspan(length);
     }
   });
-  return nb::make_tuple(to_numpy(std::move(out)), to_numpy(std::move(whole)));
+  return to_numpy_tuple(std::move(out), std::move(whole));
 }
 
 uint64_t remove(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
@@ -212,7 +212,7 @@ void release_exhausted(Store& store, const In<uint32_t>& rows, const In<uint32_t
 nb::tuple keys(Store& store) {
   std::vector<uint32_t> rows, generations;
   released(store, [&] { store.keys(&rows, &generations); });
-  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)));
+  return to_numpy_tuple(std::move(rows), std::move(generations));
 }
 
 // The metadata of the given rows, a column each.
@@ -223,11 +223,10 @@ nb::dict infos(const Store& store, const In<uint32_t>& rows) {
   std::vector<uint32_t> generation(n), priority(n), length(n), times_sampled(n);
   std::vector<uint8_t> state(n);
   store.check_open();
+  const std::vector<uint32_t> own_rows = copied(rows);
+  check_rows(store, own_rows);
   for (size_t i = 0; i < n; ++i) {
-    if (rows.data()[i] >= store.header().capacity) {
-      fail(ErrorKind::schema, "row ", rows.data()[i], " is beyond the store's capacity of ", store.header().capacity);
-    }
-    const RowInfo info = store.info(rows.data()[i]);
+    const RowInfo info = store.info(own_rows[i]);
     sequence[i] = info.sequence;
     version[i] = info.version;
     inserted_at_ns[i] = info.inserted_at_ns;
@@ -251,10 +250,11 @@ nb::dict infos(const Store& store, const In<uint32_t>& rows) {
 
 nb::object lengths(const Store& store, const In<uint32_t>& rows) {
   store.check_open();
-  std::vector<int32_t> out(rows.size());
-  for (size_t i = 0; i < out.size(); ++i) {
-    if (rows.data()[i] >= store.header().capacity) fail(ErrorKind::schema, "no row ", rows.data()[i]);
-    out[i] = static_cast<int32_t>(store.status()[rows.data()[i]].length.load(std::memory_order_relaxed));
+  const std::vector<uint32_t> own_rows = copied(rows);
+  check_rows(store, own_rows);
+  std::vector<int32_t> out;
+  for (const uint32_t row : own_rows) {
+    out.push_back(static_cast<int32_t>(store.status()[row].length.load(std::memory_order_relaxed)));
   }
   return to_numpy(std::move(out));
 }

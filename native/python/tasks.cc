@@ -191,7 +191,7 @@ nb::object insert_with_spans(Store& store, size_t n, const nb::list& sources, co
   });
   if (!inserted) return nb::none();
   if (first != 0) return nb::int_(first);
-  return nb::make_tuple(to_numpy(std::move(numbers)), to_numpy(std::move(generations)));
+  return to_numpy_tuple(std::move(numbers), std::move(generations));
 }
 
 // --- claims ---------------------------------------------------------------------------------------------------------
@@ -206,14 +206,6 @@ std::vector<ClaimedRow> claimed_of(const In<uint32_t>& rows, const In<uint32_t>&
     claimed[i] = {rows.data()[i], generations.data()[i], claims.data()[i]};
   }
   return claimed;
-}
-
-// An array (rows, axes) of items.
-nb::object length_table(std::vector<uint32_t>&& lengths, size_t rows, size_t axes) {
-  auto* moved = new std::vector<uint32_t>(std::move(lengths));
-  nb::capsule owner(moved, [](void* p) noexcept { delete static_cast<std::vector<uint32_t>*>(p); });
-  const size_t shape[2] = {rows, axes};
-  return nb::cast(nb::ndarray<nb::numpy, uint32_t>(moved->data(), 2, shape, owner));
 }
 
 // Claims rows that are due, and waits for some. Returns (rows, generations, claims, lengths); True where none can
@@ -257,25 +249,19 @@ nb::object claim_rows(Store& store, uint32_t task, size_t most, uint64_t max_ite
     numbers[i] = claimed[i].claim;
   }
   return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(numbers)),
-                        length_table(std::move(lengths), n, axes));
+                        to_numpy<uint32_t>(std::move(lengths), {n, axes}));
 }
 
-size_t release_rows(Store& store, uint32_t task, const In<uint32_t>& rows, const In<uint32_t>& generations,
-                    const In<uint16_t>& claims) {
-  const std::vector<ClaimedRow> claimed = claimed_of(rows, generations, claims);
-  return released(store, [&] { return tasks_of(store).release(task, claimed); });
-}
-
-size_t drop_rows(Store& store, uint32_t task, const In<uint32_t>& rows, const In<uint32_t>& generations,
-                 const In<uint16_t>& claims) {
-  const std::vector<ClaimedRow> claimed = claimed_of(rows, generations, claims);
-  return released(store, [&] { return tasks_of(store).drop(task, claimed); });
-}
-
-void say_version(Store& store, uint32_t task, const In<uint32_t>& rows, const In<uint32_t>& generations,
-                 const In<uint16_t>& claims, int64_t version) {
-  const std::vector<ClaimedRow> claimed = claimed_of(rows, generations, claims);
-  released(store, [&] { tasks_of(store).say_version(task, claimed, version); });
+// act(tasks, claimed, ...) of rows that a task has claimed, as a function of Python's: (task, rows, generations,
+// claims,
+// ...).
+template <typename... More, typename Act>
+auto of_claimed(Act act) {
+  return [act](Store& store, uint32_t task, const In<uint32_t>& rows, const In<uint32_t>& generations,
+               const In<uint16_t>& claims, More... more) {
+    const std::vector<ClaimedRow> claimed = claimed_of(rows, generations, claims);
+    return released(store, [&] { return act(tasks_of(store), task, claimed, more...); });
+  };
 }
 
 // Whether each row is there and too old: uint8.
@@ -295,27 +281,12 @@ void limit_tasks(Store& store, std::optional<uint64_t> in_flight, std::optional<
   released(store, [&] { tasks_of(store).set_limits({in_flight.value_or(0), max_stale}); });
 }
 
-// Whether each row is claimed by this process, by that claim: uint8.
-nb::object owned_rows(const Store& store, uint32_t task, const In<uint32_t>& rows, const In<uint32_t>& generations,
-                      const In<uint16_t>& claims) {
-  const std::vector<ClaimedRow> claimed = claimed_of(rows, generations, claims);
-  std::vector<uint8_t> owned(claimed.size());
-  released(store, [&] {
-    for (size_t i = 0; i < owned.size(); ++i) owned[i] = tasks_of(store).owns(task, claimed[i]);
-  });
-  return to_numpy(std::move(owned));
-}
-
 // Claims rows once more by the numbers of earlier claims, 0 where nobody has claimed a loaded row. Returns a
-// Tasks::Again of each, uint8.
-nb::object claim_again(Store& store, uint32_t task, const In<uint32_t>& rows, const In<uint32_t>& generations,
-                       const In<uint16_t>& claims, int64_t version) {
-  const std::vector<ClaimedRow> claimed = claimed_of(rows, generations, claims);
-  const std::vector<Tasks::Again> found =
-      released(store, [&] { return tasks_of(store).claim_again(task, claimed, version); });
-  std::vector<uint8_t> out(found.size());
-  std::ranges::transform(found, out.begin(), [](Tasks::Again each) { return static_cast<uint8_t>(each); });
-  return to_numpy(std::move(out));
+// Tasks::Again of each.
+std::vector<int> claim_again(Tasks& tasks, uint32_t task, const std::vector<ClaimedRow>& claimed, int64_t version) {
+  std::vector<int> out;
+  for (const Tasks::Again each : tasks.claim_again(task, claimed, version)) out.push_back(static_cast<int>(each));
+  return out;
 }
 
 // Items of each axis in rows, 0 where they are not known yet: (lengths (n, axes), whether each key holds (n,)).
@@ -331,7 +302,7 @@ nb::tuple lengths_of_rows(const Store& store, const In<uint32_t>& rows, const In
       std::copy_n(its.begin(), axes, lengths.begin() + static_cast<std::ptrdiff_t>(i * axes));
     }
   });
-  return nb::make_tuple(length_table(std::move(lengths), n, axes), to_numpy(std::move(found)));
+  return nb::make_tuple(to_numpy<uint32_t>(std::move(lengths), {n, axes}), to_numpy(std::move(found)));
 }
 
 // --- writing --------------------------------------------------------------------------------------------------------
@@ -496,18 +467,12 @@ class OneRowWriter {
  public:
   // `axis`: that appends extend; 0: puts.
   OneRowWriter(Store& store, uint32_t task, uint8_t axis, const nb::list& names, std::vector<uint32_t> fields)
-      : store_(store), task_(task), axis_(axis), fields_(std::move(fields)) {
+      : store_(store), task_(task), axis_(axis), fields_(std::move(fields)), names_(all_interned(names)) {
     check_task_number(tasks_of(store), task);
     if (axis > tasks_of(store).described().axis_count) fail(ErrorKind::schema, "no axis number ", axis);
-    if (names.size() != fields_.size()) fail(ErrorKind::schema, "as many names as fields are needed");
+    if (names_.size() != fields_.size()) fail(ErrorKind::schema, "as many names as fields are needed");
     for (const uint32_t field : fields_) {
       if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
-    }
-    for (const nb::handle name : names) {
-      Py_INCREF(name.ptr());
-      PyObject* interned = name.ptr();
-      PyUnicode_InternInPlace(&interned);
-      names_.push_back(nb::steal(interned));
     }
   }
 
@@ -610,7 +575,8 @@ nb::tuple appended_parts(Store& store, uint32_t task, uint32_t row, uint32_t gen
   for (size_t i = 0; i < fields.size(); ++i) {
     copies.append(nb::make_tuple(to_numpy(std::move(values[i])), to_numpy(std::move(sizes[i]))));
   }
-  return nb::make_tuple(found.axis, to_numpy(std::move(items)), length_table(std::move(lengths), count, axes), copies);
+  return nb::make_tuple(found.axis, to_numpy(std::move(items)), to_numpy<uint32_t>(std::move(lengths), {count, axes}),
+                        copies);
 }
 
 // --- who watches ----------------------------------------------------------------------------------------------------
@@ -625,10 +591,7 @@ nb::dict task_figures(const Store& store) {
     figures["due"] = its.due.load();
     figures["claimed"] = its.claimed.load();
     figures["remaining"] = its.remaining.load();
-    figures["done"] = its.done.load();
-    figures["released"] = its.released.load();
-    figures["deaths"] = its.deaths.load();
-    figures["set_back"] = its.set_back.load();
+    for (const auto& [name, counter] : Tasks::kFigures) figures[name] = (its.*counter).load();
     each.append(figures);
   }
   nb::dict out;
@@ -664,7 +627,7 @@ nb::tuple rows_taken_by(const Store& store, uint64_t step) {
   for (const Tasks::TakenRow& each : found) {
     rows.push_back(each.row), generations.push_back(each.generation), places.push_back(each.place);
   }
-  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(places)));
+  return to_numpy_tuple(std::move(rows), std::move(generations), std::move(places));
 }
 
 // --- what is saved --------------------------------------------------------------------------------------------------
@@ -674,10 +637,8 @@ using RecordBytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::de
 // Records as bytes (n, size): saved_parts.py has their dtypes.
 template <typename Record>
 nb::object record_bytes(std::vector<Record>&& records) {
-  auto* moved = new std::vector<Record>(std::move(records));
-  nb::capsule owner(moved, [](void* p) noexcept { delete static_cast<std::vector<Record>*>(p); });
-  const size_t shape[2] = {moved->size(), sizeof(Record)};
-  return nb::cast(nb::ndarray<nb::numpy, uint8_t>(reinterpret_cast<uint8_t*>(moved->data()), 2, shape, owner));
+  const size_t count = records.size();
+  return to_numpy<uint8_t>(std::move(records), {count, sizeof(Record)});
 }
 
 // A copy, as another thread may write to the caller's array.
@@ -717,7 +678,7 @@ nb::tuple copy_parts(const Store& store, const RecordBytes& records) {
     bytes->resize(offsets.back());
     tasks.copy_parts(parts, offsets, reinterpret_cast<std::byte*>(bytes->data()), ok);
   });
-  return nb::make_tuple(to_numpy(std::move(*bytes)), to_numpy(std::move(offsets)), to_numpy(std::move(ok)));
+  return to_numpy_tuple(std::move(*bytes), std::move(offsets), std::move(ok));
 }
 
 void load_parts(Store& store, const RecordBytes& records, const In<uint8_t>& bytes, const In<uint64_t>& given) {
@@ -796,8 +757,11 @@ void bind_tasks(nb::class_<Store>& store) {
            nb::arg("priorities").none(), nb::arg("versions").none(), nb::arg("threads"), nb::arg("timeout_s"))
       .def("claim_rows", &claim_rows, nb::arg("task"), nb::arg("most"), nb::arg("max_items"), nb::arg("axis"),
            nb::arg("timeout_s"), nb::arg("later") = false)
-      .def("release_rows", &release_rows)
-      .def("say_version", &say_version)
+      .def("release_rows", of_claimed([](Tasks& tasks, uint32_t task, const std::vector<ClaimedRow>& claimed) {
+             return tasks.release(task, claimed);
+           }))
+      .def("say_version", of_claimed<int64_t>([](Tasks& tasks, uint32_t task, const std::vector<ClaimedRow>& claimed,
+                                                 int64_t version) { tasks.say_version(task, claimed, version); }))
       .def("stale_rows", &stale_rows)
       .def("limit_tasks", &limit_tasks, nb::arg("in_flight").none(), nb::arg("max_stale").none())
       .def("check_in_flight", [](const Store& s, uint64_t rows) { tasks_of(s).check_in_flight(rows); })
@@ -805,9 +769,16 @@ void bind_tasks(nb::class_<Store>& store) {
       .def("clock", [](const Store& s) { return tasks_of(s).clock(); })
       .def("advance", [](Store& s, int64_t v) { return released(s, [&] { return tasks_of(s).advance(v); }); })
       .def("set_clock", [](Store& s, int64_t v) { released(s, [&] { tasks_of(s).set_clock(v); }); })
-      .def("drop_rows", &drop_rows)
-      .def("owned_rows", &owned_rows)
-      .def("claim_again", &claim_again)
+      .def("drop_rows", of_claimed([](Tasks& tasks, uint32_t task, const std::vector<ClaimedRow>& claimed) {
+             return tasks.drop(task, claimed);
+           }))
+      // Whether each is claimed by this process, by that claim.
+      .def("owned_rows", of_claimed([](const Tasks& tasks, uint32_t task, const std::vector<ClaimedRow>& claimed) {
+             std::vector<bool> owned;
+             for (const ClaimedRow& each : claimed) owned.push_back(tasks.owns(task, each));
+             return owned;
+           }))
+      .def("claim_again", of_claimed<int64_t>(&claim_again))
       .def("claim_for_others", [](Store& s) { released(s, [&] { tasks_of(s).claim_for_others(); }); })
       .def("lengths_of_rows", &lengths_of_rows)
       .def("write_rows", &write_rows, nb::arg("write"), nb::arg("task"), nb::arg("axis"), nb::arg("rows"),

@@ -44,8 +44,7 @@ void patiently_or_throw(Deadline deadline, Wait&& wait) {
 
 Options options_from(const nb::dict& given) {
   Options options;
-  const auto secret = item<nb::bytes>(given, "secret", nb::bytes("", 0));
-  options.secret.assign(secret.c_str(), secret.size());
+  options.secret = secret_of(given);
   options.transport = item<std::string>(given, "transport", "");
   if (given.contains("tls_certificate")) {
     TlsFiles files;
@@ -124,10 +123,7 @@ class Exposed {
     return nb::bytes(&handle, sizeof handle);
   }
   void close() {
-    {
-      const Unlocked unlocked;
-      region_->close();
-    }
+    without_gil([&] { region_->close(); });
     held_.reset();
   }
   bool closed() const { return region_->closed(); }
@@ -186,9 +182,9 @@ nb::object next_event(Inbox& inbox, const Codec& codec, double timeout_s) {
 }
 
 // The calls over one connection, whose answers are decoded as they come.
-class Calls : public PendingCalls {
+class PythonPendingCalls : public PendingCalls {
  public:
-  Calls(std::shared_ptr<Connection> connection, size_t max_open, nb::object codec, bool pickle)
+  PythonPendingCalls(std::shared_ptr<Connection> connection, size_t max_open, nb::object codec, bool pickle)
       : PendingCalls(std::move(connection), max_open),
         codec(nb::cast<const Codec&>(codec)),
         pickle(pickle),
@@ -203,7 +199,7 @@ class Calls : public PendingCalls {
 constexpr int kUndecodable = -1;  // in place of an answer's kind: its value is what decoding has raised
 
 // (kind, value, tag, arrived) of an answer; `arrived` is time.perf_counter() before it was decoded.
-nb::object decoded(const Calls& calls, const Message& answer) {
+nb::object decoded(const PythonPendingCalls& calls, const Message& answer) {
   const double arrived_s = static_cast<double>(monotonic_ns()) / 1e9;
   const Codec::Decoded found = calls.codec.decode_message(answer, calls.pickle);
   if (!found.error.is_none()) return nb::make_tuple(kUndecodable, found.error, answer.tag, arrived_s);
@@ -211,7 +207,7 @@ nb::object decoded(const Calls& calls, const Message& answer) {
 }
 
 // Sends a request, a value or the payload of one that was encoded before, until `until_s` in time.monotonic(): its tag.
-uint64_t start(Calls& calls, uint32_t kind, nb::handle value, nb::handle tensors, double until_s) {
+uint64_t start(PythonPendingCalls& calls, uint32_t kind, nb::handle value, nb::handle tensors, double until_s) {
   Payload encoded;
   const bool before = nb::isinstance<Payload>(value);
   if (!before) kind = calls.codec.encode_message(kind, value, calls.pickle, tensors, 0, until_s, &encoded);
@@ -221,13 +217,13 @@ uint64_t start(Calls& calls, uint32_t kind, nb::handle value, nb::handle tensors
 }
 
 // The answer; `until_s` is in time.monotonic().
-nb::object wait_for_answer(Calls& calls, uint64_t tag, double until_s) {
+nb::object wait_for_answer(PythonPendingCalls& calls, uint64_t tag, double until_s) {
   Message answer;
   patiently_or_throw(Deadline::at(until_s), [&](Deadline slice) { calls.wait(tag, &answer, slice); });
   return decoded(calls, answer);
 }
 
-nb::object next_detached(Calls& calls, double timeout_s) {
+nb::object next_detached(PythonPendingCalls& calls, double timeout_s) {
   Message answer;
   patiently_or_throw(Deadline::after(timeout_s), [&](Deadline slice) { calls.next_detached(&answer, slice); });
   return decoded(calls, answer);
@@ -266,11 +262,9 @@ void bind_transport(nb::module_& module) {
       .def_prop_ro("tls", &Connection::tls)
       .def_prop_ro("considered", &Connection::considered)
       .def_prop_ro("lost", &Connection::lost)
-      .def("found_lost",
-           [](Connection& connection) {
-             const Unlocked unlocked;
-             return connection.look_for_end().lost;
-           })
+      .def(
+          "found_lost", [](Connection& connection) { return connection.look_for_end().lost; },
+          nb::call_guard<Unlocked>())
       .def_prop_ro("closed", &Connection::closed);
 
   nb::class_<Exposed>(module, "Region")
@@ -309,7 +303,7 @@ void bind_transport(nb::module_& module) {
       .def("receive", &next_event)
       .def("close", &Inbox::close, nb::call_guard<Unlocked>());
 
-  nb::class_<Calls>(module, "Calls")
+  nb::class_<PythonPendingCalls>(module, "PendingCalls")
       .def(nb::init<std::shared_ptr<Connection>, size_t, nb::object, bool>())
       .def("start", &start)
       .def("wait", &wait_for_answer)

@@ -1,7 +1,8 @@
 #include "segment/descend.h"
 
 #include <bit>
-#include <cstring>
+
+#include "base/widest_form.h"
 
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
 #define GEARTRAIN_VECTORS 1
@@ -150,51 +151,18 @@ constexpr Form kForms[] = {
     {"portable", portable<Count::sum>, portable<Count::low_half>, portable<Count::bits>, [] { return true; }},
 };
 
-const Form* widest() {
-  for (const Form& form : kForms) {
-    if (form.viable()) return &form;
-  }
-  return nullptr;  // not reached: the last is always viable
-}
-
-std::atomic<const Form*> chosen{nullptr};
-
-const Form& form() {
-  const Form* current = chosen.load(std::memory_order_relaxed);
-  if (current == nullptr) {
-    current = widest();
-    chosen.store(current, std::memory_order_relaxed);
-  }
-  return *current;
-}
+constinit WidestForm<Form> descend_form{kForms};
 
 }  // namespace
 
 void descend(Count count, const Word* level, uint64_t width, size_t n, Search* searches, const Word* next) {
-  const Form& use = form();
+  const Form& use = descend_form.get();
   const Step step = count == Count::sum ? use.sum : count == Count::low_half ? use.low_half : use.bits;
   step(level, width, n, searches, next);
 }
 
-const char* descend_kernel() {
-  return form().name;
-}
-
-namespace {
-
-const Form* form_named(const char* name) {
-  for (const Form& some : kForms) {
-    if (std::strcmp(some.name, name) == 0 && some.viable()) return &some;
-  }
-  return nullptr;
-}
-
-}  // namespace
-
 bool set_descend_kernel(const char* name) {
-  const Form* const found = form_named(name);
-  if (found != nullptr) chosen.store(found, std::memory_order_relaxed);
-  return found != nullptr;
+  return descend_form.force(name);
 }
 
 }  // namespace geartrain

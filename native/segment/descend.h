@@ -29,9 +29,7 @@ enum class Count : uint8_t { sum, low_half, bits };
 void descend(Count count, const std::atomic<uint64_t>* level, uint64_t width, size_t n, Search* searches,
              const std::atomic<uint64_t>* next);
 
-// "avx512vpopcntdq", "avx512", "avx2" or "portable".
-const char* descend_kernel();
-// For tests: takes one of them from now on; false when this machine does not have it.
+// Forces "avx512vpopcntdq", "avx512", "avx2" or "portable", for tests; false when this machine does not have it.
 bool set_descend_kernel(const char* name);
 
 }  // namespace geartrain

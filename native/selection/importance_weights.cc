@@ -3,11 +3,12 @@
 #include "selection/importance_weights.h"
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
+
+#include "base/widest_form.h"
 
 namespace geartrain {
 namespace {
@@ -176,21 +177,11 @@ constexpr PowerKernel kPowerKernels[] = {
     {"portable", portable_powers, portable_divide, [] { return true; }},
 };
 
-std::atomic<const PowerKernel*> chosen_power{nullptr};
-
-const PowerKernel& widest_power() {
-  const PowerKernel* kernel = chosen_power.load(std::memory_order_relaxed);
-  if (kernel == nullptr) {
-    kernel = kPowerKernels;
-    while (!kernel->viable()) ++kernel;  // the last is always viable
-    chosen_power.store(kernel, std::memory_order_relaxed);
-  }
-  return *kernel;
-}
+constinit WidestForm<PowerKernel> power_form{kPowerKernels};
 
 void unscaled(std::span<const double> probability, uint64_t count, double beta, std::span<double> weights) {
   const auto rows = static_cast<double>(count);
-  if (widest_power().powers(probability.data(), probability.size(), rows, -beta, weights.data())) return;
+  if (power_form.get().powers(probability.data(), probability.size(), rows, -beta, weights.data())) return;
   for (size_t i = 0; i < probability.size(); ++i) {
     if (std::isnan(weights[i])) weights[i] = std::pow(argument_of(probability[i], rows), -beta);
   }
@@ -203,21 +194,11 @@ void importance_weights(std::span<const double> probability, uint64_t count, dou
   double largest = 0;
   if (lowest > 0) unscaled({&lowest, 1}, count, beta, {&largest, 1});
   unscaled(probability, count, beta, weights);
-  widest_power().divide_by_largest(weights.data(), probability.size(), largest);
-}
-
-const char* power_kernel() {
-  return widest_power().name;
+  power_form.get().divide_by_largest(weights.data(), probability.size(), largest);
 }
 
 bool set_power_kernel(const char* name) {
-  for (const PowerKernel& some : kPowerKernels) {
-    if (std::strcmp(some.name, name) == 0 && some.viable()) {
-      chosen_power.store(&some, std::memory_order_relaxed);
-      return true;
-    }
-  }
-  return false;
+  return power_form.force(name);
 }
 
 }  // namespace geartrain

@@ -12,9 +12,7 @@ namespace geartrain {
 void importance_weights(std::span<const double> probability, uint64_t count, double beta, double lowest,
                         std::span<double> weights);
 
-// "avx512", "avx2" or "portable".
-const char* power_kernel();
-// Forces one of them, for tests; false when this machine does not have it.
+// Forces "avx512", "avx2" or "portable", for tests; false when this machine does not have it.
 bool set_power_kernel(const char* name);
 
 }  // namespace geartrain

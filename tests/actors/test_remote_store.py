@@ -215,8 +215,18 @@ def test_what_the_store_refuses_is_raised_with_its_type(world: World) -> None:
         remote.recorder(1, max_in_flight=-1)
     with pytest.raises(RemoteError):
         remote.recorder(0)
+    for what, *given in (
+        ("insert", (0, 1), rows(1), {"threads": 10**9}),
+        ("insert", (0, 1), [rows(1)], {}),
+        ("insert", (2**20, 1), rows(1), {}),
+        ("insert", 1, rows(1), {}),
+        ("delete", (0, 1), (np.zeros(1, np.uint32),)),
+        ("end",),
+        ("write", (0, 1)),
+    ):
+        with pytest.raises(RemoteError):
+            remote._calls.ask(what, lambda given=given: given)
     for name, arguments in (
-        ("insert", ("replay", rows(1), {"threads": 10**9})),
         ("fetch", ("replay", (np.zeros(1, np.uint32),), {})),
         ("fetch", ("replay", (np.zeros(1, np.uint32), np.ones(1, np.uint32), None, None), {"out": {}})),
         ("recorder", ("replay", 1, {"columns": 1})),

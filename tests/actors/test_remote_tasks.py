@@ -25,7 +25,8 @@ from journals import SlowDisk, lose_power, slow_disk
 import geartrain as gt
 from geartrain import rpc
 from geartrain.actors import RemoteStore, StoreServer
-from geartrain.actors.served_tasks import NO_CLAIM, PeerCalls, PeerClaims, ServedTasks
+from geartrain.actors.served_tasks import NO_CLAIM, PeerCalls
+from geartrain.actors.served_writes import PeerHandle
 from geartrain.errors import (
     ArgumentError,
     FieldError,
@@ -271,7 +272,7 @@ def test_a_host_that_connects_again_has_its_rows_though_the_server_misses_the_en
     row, another = remote.claim("answer", 2)
     row.append(item=0, ids=[1], log_prob=[1.0])
     kept: list[PeerCalls] = []
-    monkeypatch.setattr(PeerClaims, "__del__", lambda self: kept.append(self._calls))
+    monkeypatch.setattr(PeerHandle, "__del__", lambda self: kept.append(self._calls))
     world.learner.hang_up("host-0")
     row.append(item=0, ids=[2], log_prob=[2.0])
     row.put()
@@ -301,7 +302,7 @@ def test_what_was_appended_and_not_kept_is_not_put_without_it() -> None:
     made.close()
 
 
-@pytest.mark.parametrize("call", ["put", "append"])
+@pytest.mark.parametrize("call", ["put", "append", "drop"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_write_whose_reply_is_lost_takes_effect_once(
     world: World, call: str, when: str, monkeypatch: pytest.MonkeyPatch
@@ -310,7 +311,8 @@ def test_a_write_whose_reply_is_lost_takes_effect_once(
     grpo.insert(remote, range(2))
     row, last = remote.claim("answer", 2)
     row.append(item=0, ids=[5], log_prob=[0.5])
-    write, cut = PeerCalls.write, []
+    name: str = "drop" if call == "drop" else "write"
+    write, cut = getattr(PeerCalls, name), []
 
     def cutting(self: PeerCalls, *args: Any) -> Any:
         if cut:
@@ -320,7 +322,10 @@ def test_a_write_whose_reply_is_lost_takes_effect_once(
         world.learner.hang_up("host-0")
         return found
 
-    monkeypatch.setattr(PeerCalls, "write", cutting)
+    monkeypatch.setattr(PeerCalls, name, cutting)
+    if call == "drop":
+        assert row.drop() and not row.drop() and world.store.stats()["under_way"] == 1
+        return
     if call == "put":
         row.put()
         last.put(ids=[1], log_prob=[1.0], length=[1])
@@ -388,7 +393,7 @@ def test_after_an_append_whose_end_is_unknown_a_row_goes_on_with_what_it_has(
 
     with monkeypatch.context() as patch:
         patch.setattr(PeerCalls, "write", cutting)
-        patch.setattr(remote._rows, "_timeout_s", 0.0)
+        patch.setattr(remote._rows, "timeout_s", 0.0)
         with pytest.raises(PeerLostError):
             row.append(item=0, ids=[5], log_prob=[0.5])
     comes(lambda: figures(world)["due"] == 1)
@@ -859,7 +864,7 @@ def test_who_finds_no_room_waits_and_holds_up_nobody(what: str) -> None:
 
 def raw(world: World, remote: RemoteStore) -> Callable[..., Any]:
     """Calls of the protocol itself."""
-    handle = remote._rows._opened(10)
+    handle, _ = remote._calls.opened(10)
     return lambda what, *args: handle.call(what, *args, timeout_s=patience(10))
 
 
@@ -867,17 +872,17 @@ def test_a_peer_cannot_touch_rows_that_another_has_claimed(world: World) -> None
     remote, other = world.remote(), world.remote()
     grpo.insert(remote, range(2))
     mine, local = remote.claim("answer"), world.store.claim("answer")
-    call = raw(world, other)
+    call, number = raw(world, other), 0
     for theirs in (mine, local):
         columns = theirs.keys.row, theirs.keys.generation, theirs._claims
         none = np.zeros(1, np.int64)
         sources = [(2, np.ones(1, np.int32), None), (3, np.ones(1, np.float32), None), (4, np.ones(1, np.int32), None)]
         lengths = np.array([[1, 1, 1]], np.uint32)
         lengths[:, [axis.owner == 0 for axis in world.store.plan.axes]] = 0
-        written = (0, 1, 0, *columns, none, sources, lengths, 0, False, None, 0, 0.0, False)
+        written = (0, 1, 0, *columns, sources, lengths, 0, False, None), none, 0, 0.0, False
         for again in (False, True):
             assert call("write", (1, 1), again, *written).tolist() == [1]
-        assert call("drop", 1, *columns, none) == 1 and call("release", 1, *columns) == 1
+        assert call("drop", (0, number := number + 1), 1, *columns, none) == 1 and call("release", 1, *columns) == 1
         call("say_version", 1, *columns, 5)
         times = world.store.native.infos(columns[0])["inserted_at_ns"]
         assert call("claim_loaded", 1, *columns[:2], np.zeros(1, np.uint16), none, times).tolist() == [NO_CLAIM]
@@ -903,19 +908,27 @@ def test_any_arguments_of_a_peer_are_an_error_and_no_damage(world: World) -> Non
     call, claim = raw(world, remote), remote.claim("answer", 2)
     columns = (claim.keys.row, claim.keys.generation, claim._claims)
     lengths = np.array([[0, 1, 1]] * 2, np.uint32)
+    sources = [(2, np.ones(2, np.int32), None), (3, np.ones(2, np.float32), None), (4, np.ones(2, np.int32), None)]
     good: dict[str, tuple[Any, ...]] = {
         "claim": (1, 1, 1, 0, 0, False, ["id"], 0.0),
         "give_back": (1,),
         "release": (1, *columns),
-        "drop": (1, *columns, np.zeros(2, np.int64)),
+        "drop": ((2, 1), 1, *columns, np.zeros(2, np.int64)),
         "say_version": (1, *columns, 1),
         "write": (
-            *((1, 1), False, 0, 1, 0, *columns, np.zeros(2, np.int64)),
-            [(2, np.ones(2, np.int32), None), (3, np.ones(2, np.float32), None), (4, np.ones(2, np.int32), None)],
-            *(lengths, 0, False, None, 0, 0.0, False),
+            *((1, 1), False, (0, 1, 0, *columns, sources, lengths, 0, False, None), np.zeros(2, np.int64), 0, 0.0),
+            False,
         ),
-        "insert": (
-            *(1, [(0, np.zeros(1, np.int32), None), (1, np.zeros(1, np.int64), None)], lengths[:1], None, None, 0),
+        "insert_packed": (
+            *(
+                (3, 1),
+                1,
+                [(0, np.zeros(1, np.int32), None), (1, np.zeros(1, np.int64), None)],
+                lengths[:1],
+                None,
+                None,
+                0,
+            ),
             False,
         ),
         "claim_loaded": (1, *columns, np.zeros(2, np.int64), np.zeros(2, np.uint64)),
@@ -932,7 +945,11 @@ def test_any_arguments_of_a_peer_are_an_error_and_no_damage(world: World) -> Non
         what = list(good)[random.integers(len(good))]
         given = list(good[what])
         for _ in range(random.integers(1, 3)):
-            given[random.integers(len(given))] = HOSTILE[random.integers(len(HOSTILE))]
+            i, other = random.integers(len(given)), HOSTILE[random.integers(len(HOSTILE))]
+            if isinstance(given[i], tuple) and len(given[i]) > 2:  # of a write, one value rather than all
+                j = random.integers(len(given[i]))
+                other = (*given[i][:j], other, *given[i][j + 1 :])
+            given[i] = other
         if random.random() < 0.05:
             given = given[: random.integers(len(given))]
         try:
@@ -951,8 +968,6 @@ def test_any_arguments_of_a_peer_are_an_error_and_no_damage(world: World) -> Non
 
 
 def test_what_is_kept_of_a_store_ends_with_its_server(world: World) -> None:
-    shared = world.server._entry.tasks
-    assert isinstance(shared, ServedTasks)
     remote = world.remote()
     grpo.insert(remote, range(1))
     claim = remote.claim("answer")

@@ -27,7 +27,7 @@ TINY = Plan(
     answers=16, per_row=(4,), repeats=2, case_s=0.05, calls=2, ready_rows=128, claimers=2, claims=2, wakes=20,
     wake_laps=1, pipeline_rows=64, pipeline_laps=1, region_rows=16, region_bytes=4 << 20, growing_bytes=4 << 20,
     settling=1, full_moments=2, gather_bytes=1 << 20, read_bytes=1 << 17, link_hosts=2, train_ms=0.1, link_batches=2,
-    link_rounds=1,
+    link_rounds=1, remote_rows=16, remote_laps=1,
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_without_its_peer_every_call_is_measured_beside_its_floor(monkeypatch: p
     assert "does not start" in result.baselines_missing["transferqueue"]
     assert llm.INSTALL in result.baselines_missing["transferqueue"]
     assert "unknown" in result.baselines_missing["pigeon"]
-    assert llm.INSTALL in llm.run(dataclasses.replace(TINY, per_row=()), {}).baselines_missing["transferqueue"]
+    assert llm.INSTALL in llm.run(TINY, {}, only=("one row",)).baselines_missing["transferqueue"]
 
 
 def test_a_peer_that_returns_other_bytes_or_fails_is_lost_and_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ def started(folder: Path, text: str, *arguments: str, **env: str) -> subprocess.
     return python(folder, *STARTER, str(script), *arguments, **env)
 
 
+@pytest.mark.slow(reason="the distribution has no entry point of torch's, which the next test sees")
 def test_import_torch_works_where_the_metadata_is_visible_and_the_modules_are_not(tmp_path: Path) -> None:
     # As of an editable installation on another interpreter's PYTHONPATH: .pth files are not read there.
     folder = metadata(tmp_path / "site")

@@ -23,8 +23,10 @@ FIELDS = {"reward": gt.Field((), "float32", per_row=True)}
 
 
 @pytest.fixture
-def store(store_name: Any) -> Iterator[gt.Store]:
-    with gt.Store.create(store_name() + "-hopper", FIELDS, capacity=4) as made:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[gt.Store]:
+    """A store in a folder of segments that no other program uses: errors name the newest ones there, twenty at most."""
+    monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))
+    with gt.Store.create("test-hopper", FIELDS, capacity=4) as made:
         made.insert({"reward": np.zeros(2, np.float32)})
         yield made
 
@@ -98,9 +100,11 @@ def test_what_is_missing_is_told_with_what_there_is(
         with pytest.raises(StoreMissingError, match=f"there are .*{store.name}"):
             counters.SharedCounters.open("zzz")
 
-    monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    monkeypatch.setenv("GEARTRAIN_DIR", str(killed))
     for day in range(30):
-        left = tmp_path / f"geartrain.killed-{day:02}"
+        left = killed / f"geartrain.killed-{day:02}"
         left.touch()
         os.utime(left, (1e9 + day, 1e9 + day))
     with pytest.raises(StoreMissingError, match=r"The stores here are killed-29, .*, killed-10 and 10 more"):

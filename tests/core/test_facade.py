@@ -49,8 +49,9 @@ def test_every_public_name_is_found_and_listed():
 
 
 def test_every_public_name_works_as_the_first_one():
-    """Each is used as the first thing of geartrain, in a fork of its own of a process with NumPy."""
+    """One of each file is used as the first thing of geartrain, in a fork of its own of a process with NumPy."""
     names = [name for name in gt.__all__ if TORCH or name not in NEED_TORCH]
+    names = list({gt._NAMES.get(name, (name,))[0]: name for name in names}.values())
     found = in_a_fresh_process(
         f"""
 import os, traceback, numpy

@@ -1,4 +1,4 @@
-"""Each Triton kernel agrees with the torch reference beside it, refuses what it cannot take, and compiles for GPUs that
+"""Each Triton kernel agrees with a reference in torch, refuses what it cannot take, and compiles for GPUs that
 are not here."""
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from geartrain.errors import ArgumentError
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 import geartrain.device.kernels as kernels  # noqa: E402
-import geartrain.device.kernels.distinct_draw as distinct_draw  # noqa: E402
 import geartrain.device.kernels.philox as philox  # noqa: E402
-import geartrain.device.kernels.scatter_update as scatter_update  # noqa: E402
 import geartrain.device.kernels.top_rows as top_rows  # noqa: E402
 import geartrain.device.kernels.weighted_draw as weighted_draw  # noqa: E402
 
@@ -37,6 +35,91 @@ def priorities_of(n: int, seed: int = 0, zeros: float = 0.3) -> Any:
 
 
 # --- references ------------------------------------------------------------------------------------------------
+
+
+def reference_tile_sums(values: Any, selectable: Any | None = None) -> Any:
+    """The sum of each tile's values, those of unselectable rows left out."""
+    whole = weighted_draw.whole_numbers(values)
+    if selectable is not None:
+        whole = whole * selectable
+    return torch.nn.functional.pad(whole, (0, -len(whole) % weighted_draw.TILE)).reshape(-1, weighted_draw.TILE).sum(1)
+
+
+def reference_draw(
+    values: Any, selectable: Any | None, key: weighted_draw.DrawKey, numbers: list[int], strata: int = 0
+) -> tuple[Any, Any]:
+    """Rows and probabilities of draws, from running sums over all rows."""
+    whole = weighted_draw.whole_numbers(values)
+    if selectable is not None:
+        whole = whole * selectable
+    running = whole.cumsum(0)
+    total = int(running[-1])
+    targets = []
+    for number in numbers:
+        bits = philox.reference_bits(key.seed, key.step, key.word, number)
+        if strata == 0:
+            targets.append(philox.reference_below(bits, total))
+        else:
+            first, last = number * total // strata, (number + 1) * total // strata
+            targets.append(min(first + philox.reference_below(bits, max(last - first, 1)), total - 1))
+    rows = torch.searchsorted(running, torch.tensor(targets, dtype=torch.int64), right=True)
+    return rows, whole[rows].to(torch.float64) / float(total)
+
+
+def reference_draw_distinct(values: Any, seed: int, step: int, round: int, n: int, excluded: list[int]) -> list[int]:
+    """The rows, one draw after the other. `values` are int64."""
+    left = values.clone()
+    word = philox.counter_word(philox.DISTINCT_STREAM, round)
+    running, total = values.cumsum(0), int(values.sum())
+    seen = set(excluded)
+    chosen: list[int] = []
+    for draw in range(4 * n + 64):
+        target = philox.reference_below(philox.reference_bits(seed, step, word, draw), total)
+        row = int(torch.searchsorted(running, target, right=True))
+        if row not in seen and len(chosen) < n:
+            seen.add(row)
+            chosen.append(row)
+    left[list(seen)] = 0
+    word = philox.counter_word(philox.DISTINCT_STREAM, round, philox.ATTEMPTS_PER_ROUND - 1)
+    for draw in range(4 * n + 64, 4 * n + 64 + n - len(chosen)):
+        target = philox.reference_below(philox.reference_bits(seed, step, word, draw), int(left.sum()))
+        row = int(torch.searchsorted(left.cumsum(0), target, right=True))
+        left[row] = 0
+        chosen.append(row)
+    return chosen
+
+
+def reference_first_rows(
+    priorities: Any,
+    selectable: Any | None,
+    sequence: Any | None,
+    order: int,
+    n: int,
+    after: int,
+    excluded: list[int],
+) -> list[int]:
+    """The rows, by sorting all of them."""
+    priority = weighted_draw.whole_numbers(priorities).tolist()
+    place = list(range(1, len(priority) + 1)) if sequence is None else sequence.tolist()
+    rows = [
+        row
+        for row in range(len(priority))
+        if (selectable is None or selectable[row]) and place[row] > after and row not in set(excluded)
+    ]
+    rank = {
+        top_rows.OLDEST: lambda row: place[row],
+        top_rows.NEWEST: lambda row: -place[row],
+        top_rows.HEAVIEST: lambda row: (-priority[row], place[row]),
+    }
+    return sorted(rows, key=rank[order])[:n]
+
+
+def reference_scatter_update(priorities: Any, rows: Any, values: Any) -> Any:
+    """The priorities afterwards, one row at a time."""
+    after = priorities.clone()
+    for row, value in zip(rows.tolist(), values.view(torch.int32).tolist(), strict=True):
+        after.view(torch.int32)[row] = value
+    return after
 
 
 def test_philox_gives_the_published_numbers() -> None:
@@ -76,9 +159,9 @@ def test_tile_sums(interpreter: Interpreter, n: int) -> None:
     priorities = priorities_of(n)
     selectable = torch.arange(n) % 3 != 0
     found = interpreter.call("weighted_draw.tile_sums", priorities.numpy())
-    assert found.tolist() == weighted_draw.reference_tile_sums(priorities).tolist()
+    assert found.tolist() == reference_tile_sums(priorities).tolist()
     found = interpreter.call("weighted_draw.tile_sums", priorities.numpy(), selectable.numpy())
-    assert found.tolist() == weighted_draw.reference_tile_sums(priorities, selectable).tolist()
+    assert found.tolist() == reference_tile_sums(priorities, selectable).tolist()
 
 
 @pytest.mark.parametrize("strata", [0, 700])
@@ -89,7 +172,7 @@ def test_draws(interpreter: Interpreter, strata: int, masked: bool) -> None:
     candidates = interpreter.candidates(priorities.numpy(), None if selectable is None else selectable.numpy())
     rows, _, probability, _ = candidates.draw(True, 2**63 + 5, 2**40 + 1, 3, 700, strata)
     key = weighted_draw.DrawKey(2**63 + 5, 2**40 + 1, philox.counter_word(philox.ROW_STREAM, 3))
-    expected = weighted_draw.reference_draw(priorities, selectable, key, list(range(700)), strata)
+    expected = reference_draw(priorities, selectable, key, list(range(700)), strata)
     assert rows.tolist() == expected[0].tolist()
     assert probability.tolist() == expected[1].tolist()
 
@@ -99,7 +182,7 @@ def test_draws_without_replacement(interpreter: Interpreter) -> None:
     positive = int((priorities.numpy() > 0).sum())
     rows = interpreter.candidates(priorities.numpy()).draw_distinct(True, 1, 2, 0, positive - 2, np.array([], int))[0]
     whole = weighted_draw.whole_numbers(priorities)
-    assert rows.tolist() == distinct_draw.reference_draw_distinct(whole, 1, 2, 0, positive - 2, [])
+    assert rows.tolist() == reference_draw_distinct(whole, 1, 2, 0, positive - 2, [])
 
 
 @pytest.mark.parametrize("order", range(3))
@@ -113,7 +196,7 @@ def test_first_rows(interpreter: Interpreter, order: int) -> None:
         found = interpreter.call(
             "top_rows.first_rows", priorities.numpy(), selectable.numpy(), age.numpy(), order, n, 100
         )
-        expected = top_rows.reference_first_rows(priorities, selectable, sequence, order, n, 10**12 + 99, [])
+        expected = reference_first_rows(priorities, selectable, sequence, order, n, 10**12 + 99, [])
         assert found.tolist() == expected
 
 
@@ -127,14 +210,14 @@ def test_of_duplicate_updates_the_last_wins_and_sums_follow(
     values[: min(updates, 50)] = torch.arange(1, min(updates, 50) + 1).to(torch.uint32)  # equal to bids of others
     rows = torch.from_numpy(rng.integers(0, n, updates))
     selectable = torch.from_numpy(rng.random(n) < 0.6) if masked else None
-    sums = weighted_draw.reference_tile_sums(priorities, selectable)
+    sums = reference_tile_sums(priorities, selectable)
     arrays = (priorities.numpy(), rows.numpy(), values.numpy(), sums.numpy())
     if selectable is not None:
         arrays += (selectable.numpy(),)
     after = interpreter.call("scatter_update.scatter_update", *arrays)
-    expected = scatter_update.reference_scatter_update(priorities, rows, values)
+    expected = reference_scatter_update(priorities, rows, values)
     assert after[0].tolist() == expected.numpy().tolist()
-    assert after[3].tolist() == weighted_draw.reference_tile_sums(expected, selectable).tolist()
+    assert after[3].tolist() == reference_tile_sums(expected, selectable).tolist()
 
 
 def test_updated_candidates_draw_what_rebuilt_ones_draw(interpreter: Interpreter) -> None:

@@ -19,7 +19,6 @@ pytest.importorskip("rich", reason="the demo draws its progress bars with rich")
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "offline_gato_hopper.py"
 STEPS = 60
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

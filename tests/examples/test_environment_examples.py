@@ -6,8 +6,8 @@ import argparse
 import importlib
 import json
 import os
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,6 @@ pytest.importorskip("matplotlib", reason="the examples draw their curves with ma
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -36,11 +35,11 @@ def run(example, tmp_path, *options, timeout_s=110):
     """Runs an example; its curve. Nothing of it may stay in shared memory."""
     curve, picture = tmp_path / "curve.json", tmp_path / "curve.png"
     command = [sys.executable, f"examples/{example}", "--tiny", *options, "--curve", str(curve), "--plot", str(picture)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = preloaded.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
-    _, errors = done.communicate(timeout=patience(timeout_s))
-    assert done.returncode == 0, errors
-    assert not [path.name for path in Path("/dev/shm").iterdir() if path.name.endswith(f"-{done.pid}")]
+    with tempfile.TemporaryDirectory(prefix="geartrain-test-", dir="/dev/shm") as segments:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GEARTRAIN_DIR": segments}
+        done = preloaded.run(command, timeout=patience(timeout_s), cwd=ROOT, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert not list(Path(segments).glob("geartrain[.-]*"))
     assert picture.stat().st_size > 5000
     return json.loads(curve.read_text())
 

@@ -21,7 +21,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LENGTHS = (30, 7, 21, 1, 25, 19)
 STEPS = 2
 TASKS = {"hopper_feeds": "Hopper", "mat_feeds": "Battles"}
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 ALONE = """
 import importlib, json, sys

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,6 @@ pytest.importorskip("matplotlib", reason="the examples draw their curves with ma
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = (30, 2, 21, 1, 25, 9)
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
@@ -232,11 +231,11 @@ def test_the_whole_example_runs_and_leaves_nothing_in_shared_memory(tmp_path):
     curve = tmp_path / "curve.json"
     command = [sys.executable, "examples/offline_gato_small.py", "--tiny", "--out", str(tmp_path / "out")]
     command += ["--data", str(tmp_path / "data"), "--network", str(tmp_path / "freeway.pt"), "--curve", str(curve)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = preloaded.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
-    _, errors = done.communicate(timeout=patience(110))
-    assert done.returncode == 0, errors
-    assert not [path.name for path in Path("/dev/shm").iterdir() if path.name.endswith(f"-{done.pid}")]
+    with tempfile.TemporaryDirectory(prefix="geartrain-test-", dir="/dev/shm") as segments:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GEARTRAIN_DIR": segments}
+        done = preloaded.run(command, timeout=patience(110), cwd=ROOT, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert not list(Path(segments).glob("geartrain[.-]*"))
     assert (tmp_path / "freeway.pt").exists(), "the DQN example kept its network"
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["done"] and [point["step"] for point in result["evaluations"]] == [6, 12]

@@ -21,8 +21,6 @@ sys.path.insert(0, str(EXAMPLES))
 import grpo_llm  # noqa: E402
 import grpo_llm_run  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_an_answer_that_a_dead_process_began_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[bytes] = []

@@ -24,8 +24,6 @@ sys.path.insert(0, str(EXAMPLES))
 
 import online_ppo_mujoco as ppo  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Rows(dict):
     """As a batch: fields by name, and a mask."""

@@ -202,7 +202,7 @@ def test_leftovers_of_a_killed_export_are_removed_by_the_next(
     store: gt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = NpyWriter.write
-    mine = tmp_path / ".x.npz.mine.exporting.lock"
+    mine = tmp_path / ".x.npz.mine.saving.lock"
     mine.touch()
 
     def killed(self: NpyWriter, group: Any) -> int:
@@ -214,7 +214,7 @@ def test_leftovers_of_a_killed_export_are_removed_by_the_next(
         export_store(store, tmp_path / "x.npz", progress=False)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert any(each.name.endswith(".exporting.parts") for each in tmp_path.iterdir())
+    assert any(tmp_path.glob(".x.npz.*.saving/parts"))
     found: list[str] = []
 
     def beside(self: NpyWriter, group: Any) -> int:
@@ -226,7 +226,7 @@ def test_leftovers_of_a_killed_export_are_removed_by_the_next(
     monkeypatch.setattr(NpyWriter, "write", beside)
     with pytest.raises(DatasetExistsError, match="another process wrote"):
         export_store(store, tmp_path / "x.npz", progress=False)
-    assert len(found) == 2, "the parts and the lock of the export at work"
+    assert len(found) == 1, "the folder of the export at work"
     assert sorted(each.name for each in tmp_path.iterdir()) == [mine.name, "x.npz"]
     with imported(tmp_path / "x.npz") as again:
         same(again, store)

@@ -272,7 +272,7 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(
     package: str, format: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # what an absent package looks like to import
-    with pytest.raises(MissingDependencyError, match=rf'pip install "geartrain\[{extra}\]"'):
+    with pytest.raises(MissingDependencyError, match=rf"pip install 'geartrain\[{extra}\]'"):
         open_source(tmp_path, format=format)
 
 

@@ -367,7 +367,7 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(
 ) -> None:
     path = folder(tmp_path, PLAIN, plain()[0], kind=kind)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependencyError, match=r'pip install "geartrain\[rlds\]"'):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'geartrain\[rlds\]'"):
         import_dataset(path, store_name(), progress=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -261,25 +262,31 @@ def test_two_processes_add_to_one_buffer_and_read_the_same_transitions(tmp_path)
     assert not path.exists()
 
 
+def wait_for_threads(count):
+    """Waits until so many threads sample ahead."""
+    until_s = time.monotonic() + patience(20)
+    while sum(each.name.startswith("geartrain-lerobot-prefetch") for each in threading.enumerate()) != count:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
 def test_iterators_go_on_for_ever_and_their_threads_end():
     with make() as buffer:
         for async_prefetch in (True, False):
             with pytest.raises(EmptyBufferError):
                 next(buffer.get_iterator(8, async_prefetch))
         fill(buffer, 50)
-        before = threading.active_count()
+        wait_for_threads(0)
         iterator, waiting = buffer.get_iterator(8, queue_size=1), buffer.get_iterator(8)
         for _ in range(7):
             assert len(check(next(iterator))) == 8
-        assert threading.active_count() == before + 2
+        wait_for_threads(2)
         iterator.close()
         iterator.close()
         with pytest.raises(StopIteration):
             next(iterator)
-        dropped = waiting._thread
         del waiting  # which waits for nothing
-        dropped.join(patience(20))
-        assert threading.active_count() == before
+        wait_for_threads(0)
         plain = buffer.get_iterator(8, async_prefetch=False)
         assert sum(len(check(next(plain))) for _ in range(3)) == 24
         plain.close()

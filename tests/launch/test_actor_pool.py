@@ -118,7 +118,7 @@ def test_one_death_too_many_is_an_error_that_says_what_it_was(store):
     wait_for(lambda: pool._failed is not None)
     with pytest.raises(ActorDiedError, match="actor 0 was killed by SIGKILL"):
         pool.check()
-    pool.stop()
+    pool.close()
     with pytest.raises(ActorDiedError, match="RuntimeError: no policy for actor 0"):
         with ActorPool(store, environments, broken_policy, 1, max_restarts=1) as pool:
             wait_for(lambda: pool._failed is not None)
@@ -132,10 +132,10 @@ def test_a_handler_stops_the_pool_that_its_thread_is_stopping(store):
     wait_for(lambda: pool.stats()["steps"] > 0)
     os.kill(int(pool.counters.column("pid")[0]), signal.SIGSTOP)  # it is waited for, and then killed
     stopped = []
-    before = signal.signal(signal.SIGUSR2, lambda *_: stopped.append(pool.stop()))
+    before = signal.signal(signal.SIGUSR2, lambda *_: stopped.append(pool.close()))
     threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR2)).start()
     try:
-        pool.stop(1.0)
+        pool.close(1.0)
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert stopped == [None] and pool.stats()["alive"] == 0
@@ -177,7 +177,7 @@ def test_an_actor_in_a_constructor_or_a_long_step_ends_by_sigterm(
     monkeypatch.setenv("MARKERS", str(tmp_path))
     pool = ActorPool(store, stuck_environments, stuck_policy, 2)
     wait_for(lambda: len(os.listdir(tmp_path)) == 2)
-    pool.stop(patience(6))
+    pool.close(patience(6))
     assert [each.returncode for each in pool._supervisor.processes] == [1, 1]
     assert sorted(os.listdir(tmp_path)) == ["begun-0", "begun-1", "cleaned-0", "cleaned-1"]
     assert store.audit() == [] and store.reap() == 0
@@ -188,7 +188,7 @@ def test_an_actor_that_ignores_sigterm_is_killed_in_seconds(store, monkeypatch, 
     pool = ActorPool(store, deaf_environments, policy, 1)
     wait_for(lambda: os.listdir(tmp_path))
     began_s = time.monotonic()
-    pool.stop()
+    pool.close()
     assert pool._stop_at_s - began_s < 7
     assert pool._supervisor.processes[0].returncode == -signal.SIGKILL
 
@@ -200,7 +200,7 @@ def test_an_actor_that_someone_else_terminates_was_killed_by_sigterm(store):
     wait_for(lambda: pool.stats()["alive"] == 0)
     with pytest.raises(ActorDiedError, match="actor 0 was killed by SIGTERM"):
         wait_for(pool.check)
-    pool.stop()
+    pool.close()
 
 
 def test_a_pool_that_is_stopped_while_it_starts_its_actors_starts_no_more(store, monkeypatch):
@@ -236,7 +236,7 @@ def test_an_exit_status_that_something_else_has_taken_does_not_end_the_supervisi
                 wait_for(lambda restarts=restarts: pool.stats()["restarts"] == restarts)
             with pytest.raises(ActorDiedError, match="actor 0 ended, with an exit code that something else"):
                 pool.check()
-            pool.stop()
+            pool.close()
             pool._failed = None  # told
     finally:
         signal.signal(signal.SIGCHLD, before)
@@ -339,6 +339,27 @@ if __name__ == "__main__":
         assert not Path(path).exists()  # the next one did
 
 
+def test_a_program_that_ends_with_its_pool_open_leaves_nothing(store_name):
+    """Actors that were killed in an open store would leave its segment."""
+    name = store_name()
+    code = f"""
+import geartrain as gt
+from geartrain.actors import environments_of, recorded_fields
+from test_actor_pool import Counting, environments, policy, wait_for
+fields = recorded_fields(environments_of([Counting()]).fields())
+store = gt.Store.create({name!r}, fields, max_length=48, capacity=60)
+pool = gt.ActorPool(store, environments, policy, 1)
+wait_for(lambda: pool.stats()["rows"] > 0)
+print(pool.counters.path)
+"""
+    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1] / 'support'}"}
+    made = preloaded.run([sys.executable, "-c", code], env=env, timeout=patience(60))
+    assert made.returncode == 0
+    assert not Path(made.stdout.strip()).exists()
+    with pytest.raises(StoreMissingError):
+        gt.Store.open(name, timeout_s=0)
+
+
 def test_a_board_is_seen_by_all_and_refuses_what_is_none(store_name, tmp_path):
     name = store_name()
     with SharedCounters.create(name, 3, ("steps", "loss")) as made:
@@ -419,7 +440,7 @@ def test_actors_that_die_after_an_insert_are_started_again(store, made, publish_
     with pytest.raises(ActorDiedError, match=r"(?s)RuntimeError: tired.*3 deaths are more than max_restarts=2"):
         wait_for(pool.check)
     wait_for(lambda: pool.stats()["alive"] == 0)  # the other one, too, before the pool is stopped
-    pool.stop()
+    pool.close()
     assert store.stats()["inserted"] >= 3
 
 

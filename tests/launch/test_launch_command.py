@@ -112,6 +112,7 @@ def test_processes_die_with_a_launcher_that_is_killed_and_its_name_is_free_again
     launcher.communicate(timeout=patience(30))
     wait_for(lambda: nobody_is_left(str(tmp_path)) is None, 10)
     assert counters.describe(f"launch-{name}").in_use is False
+    monkeypatch.setenv("COLUMNS", "200")  # in which no cell of the table is wrapped
     shown = preloaded.run([sys.executable, "-m", "geartrain", "inspect", f"launch-{name}"], timeout=patience(60))
     assert "left behind" in shown.stdout
     gone = preloaded.run([sys.executable, "-m", "geartrain", "remove", f"launch-{name}"], timeout=patience(60))

@@ -142,7 +142,7 @@ def test_draws_of_one_shard_go_to_replicas_as_those_of_many_do(draws: int, repli
     stages = [Replica((2 * r, 2 * r + 1), (frozenset(), frozenset({0}))) for r in range(replicas)]
     shard, ranks = np.zeros(draws, np.int64), [[1, 2]]
     taken_turns = assign(shard, stages, ranks, "local_first")
-    by_size = assign(shard, stages, ranks, "local_first", np.arange(draws))  # atoms of one draw each
+    by_size = Assigner(stages, ranks).assign(shard, "local_first", np.ones(draws, np.int64))  # atoms of one draw each
     assert taken_turns.replica.tolist() == by_size.replica.tolist()
     assert taken_turns.reader.tolist() == by_size.reader.tolist()
 

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import os
 import re
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ Run = Callable[..., list[Rank]]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Runs an example, once for all tests that look at it; no segment may be left of any."""
     engines, numbers = Engines(), itertools.count()
-    prefix = f"test-engines-{os.getpid()}"
+    prefix = f"test-engines-{os.getpid()}-{secrets.token_hex(2)}"
 
     @functools.cache
     def of(example: str, ranks: int, *arguments: str, lives: int = 1) -> list[Rank]:
@@ -203,7 +204,7 @@ def test_checkpoints_of_deepspeed_and_the_replay_are_one_unit(run: Run, how: tup
         assert len(after.losses) == STEPS and after.losses == before.losses
     said = (second[0].directory / "0.txt").read_text()
     assert f"going on from step 8: {EPISODES // 2} of {EPISODES // 2} rows were still in memory" in said
-    unweighed = run(example, 2, *options, "--shards", "2")
+    unweighed = run("ddp", 2, "--shards", "2")  # which draws what this engine draws
     assert rows_of(unweighed[0].batches[-1]) != rows_of(whole[0].batches[-1]), "priorities took part"
 
 
@@ -233,7 +234,7 @@ def torchrun(example: str, *options: str) -> list[str]:
 def test_torchrun_restarts_a_killed_job_and_leaves_nothing_behind(
     unkilled: Callable[[int], list[Rank]], tmp_path: Path
 ) -> None:
-    name = f"test-torchrun-{os.getpid()}"
+    name = f"test-torchrun-{os.getpid()}-{secrets.token_hex(2)}"
     options = ["--steps", str(STEPS), "--directory", "saved", *SAVING, "--crash-at", "13", "--store", name]
     start = ["--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     done = subprocess.run(

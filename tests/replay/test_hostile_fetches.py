@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
 
 import geartrain as gt
@@ -76,8 +77,7 @@ with gt.Store.create(fields, max_length=4, capacity=rows, **options) as store:
 
 @pytest.mark.parametrize("what", ["fetch", "out", "priorities", "steps", "write", "insert"])
 def test_rows_and_lengths_that_another_thread_writes_to_lead_nowhere_else(what: str) -> None:
-    command = [sys.executable, "-c", WRITTEN_KEYS, str(ROWS), str(BESIDE_S), what]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    ran = preloaded.run([sys.executable, "-c", WRITTEN_KEYS, str(ROWS), str(BESIDE_S), what], timeout=100)
     assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr[-3000:]
 
 

@@ -13,11 +13,13 @@ import packed_rows
 import pytest
 from deadlines import patience
 from packed_rows import over_ranks
+from placed_rows import at
 from replay_calls import replay_of
 
 import geartrain as gt
 from geartrain.errors import NotEnoughRowsError
 from geartrain.replay.distributed.packed_rank_rows import PackedRankRows
+from geartrain.replay.sampler import StoreSampler
 from geartrain.selection import Fifo, Lifo, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
@@ -57,6 +59,7 @@ def kept(
     steps: int | None = None,
     state: dict[str, Any] | None = None,
     save: Callable[[int, int], int | None] = lambda rank, step: None,
+    mesh: tuple[int, int, int] | None = None,
     **options: Any,
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """Global batches from a state on, and the state after them; `save` says what a rank tells to be saved at a step."""
@@ -69,6 +72,8 @@ def kept(
             "balance": "tokens",
             **options,
         }
+        if mesh is not None:
+            given["mesh"] = at(rank.rank, *mesh)
         with replay_of(stores[rank.rank % len(stores)], selection, B, **given) as replay:
             if state is not None:
                 replay.load_state_dict(json.loads(json.dumps(state)))
@@ -89,7 +94,8 @@ def kept(
             return found, after
 
     results = run_ranks(ranks, body)
-    made = [packed_rows.joined(list(step)) for step in zip(*(found for found, _ in results), strict=True)]
+    parts = [found for found, _ in results][:: 1 if mesh is None else mesh[2]]  # of tensor-parallel peers the first
+    made = [packed_rows.joined(list(step)) for step in zip(*parts, strict=True)]
     return [[row["id"][0] for row in batch] for batch in made], results[0][1]
 
 
@@ -107,7 +113,9 @@ def test_steps_behind_the_loaded_one_are_drawn_again_on_another_number_of_ranks(
             assert whole == [grpo.check(batch) for batch in replay]
     stores = shards(2)
     first, state = kept(stores, 2, selection, 2, prefetch=prefetch)
-    more, _ = kept(stores, 4, selection, 3, state, prefetch=prefetch)  # which ends without having saved anything
+    more, _ = kept(
+        stores, 4, selection, 3, state, prefetch=prefetch, mesh=(2, 1, 2)
+    )  # which ends without having saved anything
     again, _ = kept(stores, 6, selection, None, state, lambda rank, step: step, prefetch=prefetch)
     assert (first, more, again) == (whole[:2], whole[2:5], whole[2:])
     assert [store.stats()["kept"] for store in stores] == [0, 0] and sum(map(len, stores)) == 0
@@ -203,3 +211,26 @@ def test_a_strict_order_over_shards_waits_for_the_oldest_row_of_any_shard(shards
             batches, _, _ = over_ranks(stores, ranks, Fifo(strict=True), 6, look, prefetch=0, timeout_s=patience(20))
             late.join()
         assert [row["id"][0] for batch in batches for row in batch] == list(range(N))
+
+
+def test_a_row_that_is_finished_during_a_draw_in_strict_order_is_not_passed_over(
+    shards: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = shards(2, tasks=("answer",), finish=False)
+    held = stores[1].claim("reward", 2)  # the first two rows of the second shard
+    for store in stores:
+        packed_rows.claimed_rows(store, TASKS, grpo.work)
+    first_open, finished = StoreSampler.first_open, threading.Event()
+
+    def finishes(self: StoreSampler, n: int) -> int:
+        if self.plan.store is stores[1] and not finished.is_set():
+            finished.set()
+            grpo.work(stores[1], "reward", held)
+            for store in stores:
+                packed_rows.claimed_rows(store, TASKS, grpo.work)
+                store.finish()
+        return first_open(self, n)
+
+    monkeypatch.setattr(StoreSampler, "first_open", finishes)
+    batches, _, _ = over_ranks(stores, 2, Fifo(strict=True), 6, prefetch=0, timeout_s=patience(20))
+    assert finished.is_set() and [row["id"][0] for batch in batches for row in batch] == list(range(N))

@@ -364,9 +364,9 @@ def test_tensors_are_the_arrays_and_hold_the_memory_until_the_last_is_dropped() 
             del part
             dropped.start()
             dropped.join()
-            assert replay.sample()._rows.tensor(0, type).__name__ == "PyCapsule"  # and nobody took the capsule
+            assert replay.sample()._rows.field(0, type).__name__ == "PyCapsule"  # and nobody took the capsule
             with pytest.raises(ZeroDivisionError):
-                replay.sample()._rows.tensor(0, lambda _capsule: 1 / 0)
+                replay.sample()._rows.field(0, lambda _capsule: 1 / 0)
             del dropped
             assert _native.pool_counts()["bytes_in_use"] == before
 

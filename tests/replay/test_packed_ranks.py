@@ -12,6 +12,7 @@ from typing import Any
 import grpo
 import numpy as np
 import packed_rows
+import preloaded
 import pytest
 from deadlines import patience
 from packed_rows import joined, over_ranks, rows_of
@@ -167,6 +168,31 @@ def test_ranks_of_one_shard_move_no_row(task_stores: Make) -> None:
     assert all(each["received_bytes"] == each["sent_bytes"] == 0 and each["local_share"] == 1 for each in stats)
 
 
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (2, 2, 2), (1, 2, 2), (2, 3, 1)], ids=str)
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_all_ranks_of_a_replica_get_the_same_rows_in_the_same_order(
+    axes_stores: Make, mesh: tuple[int, int, int], shards: int
+) -> None:
+    ranks, (replicas, _, tensor) = int(np.prod(mesh)), mesh
+    with gt.Replay(axes_stores(1)[0], Prioritized(seed=6, beta=0.5), B, output="numpy", num_batches=2) as replay:
+        expected = [rows_of(batch) for batch in replay]
+    for balance in (None, "tokens"):
+        stores = axes_stores(shards)  # those of a replica's ranks may be of several hosts
+        batches, parts, stats = over_ranks(
+            stores, ranks, Prioritized(seed=6, beta=0.5), B, num_batches=2, balance=balance, mesh=mesh
+        )
+        assert batches == expected
+        for step in parts:
+            for rank, part in enumerate(step):
+                replica = rank // tensor % replicas
+                first = step[replica * tensor]
+                assert part.draw.tolist() == first.draw.tolist() and rows_of(part) == rows_of(first)
+                assert (part._lengths.me, part._lengths.replicas) == (replica, replicas)
+                assert len(list(part.mini_batches(B // 2))) == 2
+        moved = [sum(each[name] for each in stats) for name in ("sent_bytes", "received_bytes")]
+        assert moved[0] == moved[1] and (moved[0] > 0) == (shards > 1)
+
+
 def test_a_rank_without_rows_gets_an_empty_batch(axes_stores: Make) -> None:
     stores = axes_stores(2, rows=10)
     batches, parts, _ = over_ranks(stores, 4, Epochs(seed=0), 8)  # the last batch of the pass has 2 rows
@@ -275,11 +301,10 @@ def test_ranks_wait_for_processes_that_work_for_the_store(task_stores: Make) -> 
 
     (store,) = task_stores(1, rows=8, tasks=(), finish=False)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(
+    with preloaded.Popen(
         [sys.executable, "-c", _WORKER, store.name],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
         env=environment,
     ) as worker:
         assert worker.stdout is not None and worker.stdin is not None and worker.stdout.readline() == "open\n"

@@ -228,11 +228,11 @@ def test_draws_over_steps_are_those_of_the_slow_reference_to_the_bit(max_length)
                 at = np.searchsorted(np.cumsum(steps), below(bits(ROW_STREAM, 63), int(steps.sum())), side="right")
             return int(rows[at]), below(bits(WINDOW_STREAM, 0), int(steps[at]))
 
-        with gt.Replay(store, Uniform(seed=9, over="steps"), 100, view=gt.Transitions(), prefetch=0) as replay:
+        with gt.Replay(store, Uniform(seed=9, over="steps"), 40, view=gt.Transitions(), prefetch=0) as replay:
             for step in range(3):
                 batch = replay.sample()
                 found = list(zip(batch.keys.row.tolist(), batch.start.tolist(), strict=True))
-                assert found == [reference(number, 9, step) for number in range(100)]
+                assert found == [reference(number, 9, step) for number in range(40)]
 
 
 def test_the_same_seed_gives_the_same_transitions_and_resumes():

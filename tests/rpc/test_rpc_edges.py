@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -250,7 +249,7 @@ def test_a_message_with_no_value_of_torchs_is_refused() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", NO_TIMEOUTS, ids=repr)
-def test_a_timeout_is_a_number_of_seconds(pair: tuple[rpc.Node, rpc.Node], timeout_s: Any) -> None:
+def test_a_timeout_is_a_number_of_seconds(pair: tuple[rpc.Node, rpc.Node], name: str, timeout_s: Any) -> None:
     _, client = pair
     future = client.call_async("server", "edge-same", 1)
     calls: list[Callable[[], object]] = [
@@ -264,14 +263,14 @@ def test_a_timeout_is_a_number_of_seconds(pair: tuple[rpc.Node, rpc.Node], timeo
         lambda: future.exception(timeout_s=timeout_s),
         lambda: rpc.Node("other", timeout_s=timeout_s),
         lambda: rpc.init("other", timeout_s=timeout_s),
-        lambda: weights.Reader("edge", timeout_s=timeout_s),
-        lambda: weights.Publisher("edge", timeout_s=timeout_s),
+        lambda: weights.Reader(name, timeout_s=timeout_s),
+        lambda: weights.Publisher(name, timeout_s=timeout_s),
     ]
     for call in calls:
         with pytest.raises(ArgumentError, match="timeout_s must be from 0 to 1e9 seconds, found"):
             call()
     assert future.result() == 1
-    assert not [path for path in os.listdir("/dev/shm") if path == "geartrain-weights.edge"]
+    assert name not in weights.names()
 
 
 def test_a_timeout_of_nothing_does_not_wait(pair: tuple[rpc.Node, rpc.Node]) -> None:

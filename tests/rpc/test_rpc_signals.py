@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import preloaded
 import pytest
 from deadlines import patience
 from hostile.instants import Interruption
@@ -130,7 +131,7 @@ def test_ctrl_c_ends_a_wait_for_ranks_that_do_not_join() -> None:
         "import torch.distributed; from geartrain import rpc\n"
         f"print('joins', flush=True); rpc.init('a', rank=0, world_size=2, init_method='tcp://127.0.0.1:{port}')"
     )
-    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = preloaded.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert child.stdout is not None and child.stdout.readline() == "joins\n"
         time.sleep(1.0)  # it waits by now, or is about to

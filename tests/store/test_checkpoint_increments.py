@@ -16,7 +16,7 @@ from saved_stores import chunks, contents, small_files
 
 import geartrain as gt
 import geartrain.store.checkpoint_chunks as chunks_of_all
-import geartrain.store.checkpoint_writer as saving
+import geartrain.store.checkpoint_directory as checkpoint_directory
 from geartrain.errors import CheckpointError
 
 BLOCK = {"x": gt.Field((100,), "uint8", per_row=True), "id": gt.Field((), "int64", per_row=True)}
@@ -237,7 +237,7 @@ def test_what_killed_savers_left_is_removed_by_the_next_and_what_others_write_is
 
         os.waitpid(fork(save_and_die), 0)
         (left,) = tmp_path.glob(".ckpt.*.saving")
-        with saving._sibling(tmp_path / "ckpt") as anothers:
+        with checkpoint_directory.sibling(tmp_path / "ckpt") as anothers:
             assert not left.exists()
             store.save(tmp_path / "ckpt")
             assert anothers.exists()

@@ -36,11 +36,11 @@ class _Stress:
 
     def __init__(self, seconds: float) -> None:
         self._least_s = time.monotonic() + seconds
-        self._until_s = self._least_s + patience(4 * seconds)
+        self._until_s = self._least_s + patience(20 * seconds)
 
-    def over(self, store: gt.Store) -> bool:
+    def over(self, store: gt.Store, enough: bool = True) -> bool:
         now_s = time.monotonic()
-        return now_s > self._least_s and (now_s > self._until_s or self.shown(store.stats()))
+        return now_s > self._least_s and (now_s > self._until_s or (enough and self.shown(store.stats())))
 
     @staticmethod
     def shown(stats: dict[str, int]) -> bool:
@@ -72,7 +72,7 @@ def _read(store: gt.Store, seed: int, stress: _Stress) -> int:
     ]
     replays = [replay_of(store, batch_size=6, prefetch=0, output="numpy", threads=1, **plan) for plan in plans]
     rows = 0
-    while not stress.over(store):
+    while not stress.over(store, rows > 100):
         if choose.random() < 0.3:
             batch = gt.fetch(store, store.keys(), output="numpy", threads=choose.choice([1, 2]), on_stale="drop")
         else:
@@ -98,7 +98,7 @@ def _torn_row_stress(name, fork, seconds: float, writers: int, readers: int) -> 
 
 
 def test_a_row_overwritten_while_it_is_read_is_drawn_again_and_never_returned(name, fork):
-    _torn_row_stress(name, fork, 4, writers=2, readers=2)
+    _torn_row_stress(name, fork, 1, writers=2, readers=2)
 
 
 @pytest.mark.long

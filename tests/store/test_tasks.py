@@ -480,7 +480,7 @@ def test_a_row_is_claimed_again_by_an_old_number_unless_another_has_claimed_it_s
         store.insert({"x": np.arange(2)})
 
         def again(claim: gt.Claim) -> list[int]:
-            return store.native.claim_again(1, claim.keys.row, claim.keys.generation, claim._claims, 0).tolist()
+            return store.native.claim_again(1, claim.keys.row, claim.keys.generation, claim._claims, 0)
 
         first = store.claim("work", 2)
         assert again(first) == [0, 0]  # it is claimed

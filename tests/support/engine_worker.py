@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import preloaded
 from deadlines import patience
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -44,11 +45,10 @@ class Engines:
     """The process that runs examples."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
+        self._process = preloaded.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,12 +15,12 @@ from geartrain.integrations import import_dataset
 from geartrain.replay.fetch import fetch
 from geartrain.store.store import Store
 
-_numbers = itertools.count()
+_numbers, _RUN = itertools.count(), secrets.token_hex(2)
 
 
 def store_name() -> str:
     """A name that no other test or process uses."""
-    return f"test-import-{os.getpid()}-{next(_numbers)}"
+    return f"test-import-{os.getpid()}-{_RUN}-{next(_numbers)}"
 
 
 @contextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
 from deadlines import patience
 
 HERE = Path(__file__).parent
@@ -14,9 +14,6 @@ HERE = Path(__file__).parent
 
 def interpreted(script: str, *arguments: str, timeout_s: float) -> str:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / script), *arguments],
-        env=environment, capture_output=True, text=True, timeout=patience(timeout_s), check=False,
-    )  # fmt: skip
+    done = preloaded.run([sys.executable, str(HERE / script), *arguments], env=environment, timeout=patience(timeout_s))
     assert done.returncode == 0, done.stderr
     return done.stdout

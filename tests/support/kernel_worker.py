@@ -13,6 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
+import preloaded
 from deadlines import patience
 
 
@@ -20,14 +21,14 @@ class Interpreter:
     """The other process, started when it is first needed."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None
         self.dropped: list[int] = []  # candidates nobody here needs any more; said with the next question
 
     def ask(self, *message: Any) -> Any:
         if self._process is None:
             environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-            self._process = subprocess.Popen(
-                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            self._process = preloaded.Popen(
+                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=False
             )
         assert self._process.stdin
         assert self._process.stdout

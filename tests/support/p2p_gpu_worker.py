@@ -29,9 +29,13 @@ class NoGpus(p2p_gpu.Gpus):
         pass
 
 
-if __name__ == "__main__":
+def measure(folder: Path) -> None:
+    """Measures, prints the tables, and writes the result and its plot into a folder."""
     result = p2p_gpu.run(Plan((20_480, 1_310_720), 1, 0.5, 0.3), NoGpus())
-    folder = Path(sys.argv[1])
     report.write_json(result, folder / "p2p.json")
     p2p_report.print_overview(result)
     p2p_report.plot(result, folder / "p2p.png")
+
+
+if __name__ == "__main__":
+    measure(Path(sys.argv[1]))

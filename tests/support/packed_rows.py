@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from placed_rows import at
 from replay_calls import replay_of
 
 import geartrain as gt
@@ -75,17 +76,20 @@ def over_ranks(
     selection: Any,
     batch_size: int,
     seen: Callable[[Any], object] = list,
+    mesh: tuple[int, int, int] | None = None,
     **options: Any,
 ) -> tuple[list[list[dict[str, Any]]], list[list[Any]], list[dict[str, Any]]]:
     """Global batches in the order of draws, the parts of each rank, and each rank's figures.
 
-    Rank r has store r % len(stores). `seen` is called with each batch, before the next one.
+    Rank r has store r % len(stores). `seen` is called with each batch, before the next one. `mesh` has data, pipeline
+    and tensor parallel sizes.
     """
     settings = {"output": "numpy", "timeout_s": 20.0, **options}
 
     def body(rank: ThreadRankGroup) -> tuple[list[gt.Batch], dict[str, Any]]:
         store = stores[rank.rank % len(stores)]
-        with replay_of(store, selection, batch_size, group=rank, **settings) as replay:
+        place = {} if mesh is None else {"mesh": at(rank.rank, *mesh)}
+        with replay_of(store, selection, batch_size, group=rank, **place, **settings) as replay:
             made = []
             for batch in replay:
                 seen(batch)
@@ -94,7 +98,8 @@ def over_ranks(
 
     results = run_ranks(ranks, body)
     parts = [list(step) for step in zip(*(made for made, _ in results), strict=True)]
-    return [joined(step) for step in parts], parts, [stats for _, stats in results]
+    heads = [rank for rank in range(ranks) if mesh is None or (at(rank, *mesh).pp, at(rank, *mesh).tp) == (0, 0)]
+    return [joined([step[rank] for rank in heads]) for step in parts], parts, [stats for _, stats in results]
 
 
 def joined(parts: Sequence[Any]) -> list[dict[str, Any]]:

@@ -54,6 +54,7 @@ PACKAGES = (
     "rich.console",
     "rich.table",
     "rich.progress",
+    "matplotlib.pyplot",
     "geartrain",
 )
 # of geartrain, whose parts are imported when they are first used
@@ -63,6 +64,7 @@ FILES = 64  # that an order can carry at most
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000  # <sched.h>
 MS_BIND, MS_REC, MS_SLAVE = 4096, 16384, 1 << 19  # <sys/mount.h>
+INTERPRETS = "TRITON_INTERPRET"  # which Triton reads when it is imported
 NESTED = "GEARTRAIN_TEST_PRELOADED_CHILDREN"  # how many generations of processes below a program are forks
 _Popen = subprocess.Popen  # which `children` replaces
 
@@ -90,7 +92,7 @@ class Popen(_Popen[str]):
             "host": self._host,
         }
         theirs = [each if each != -1 else number for number, each in enumerate((pipes[0], pipes[3], pipes[5]))]
-        self._server = server()
+        self._server = server(interprets=order["env"].get(INTERPRETS) == "1")
         self.pid = self._server.start(order, theirs)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -171,8 +173,11 @@ def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> sub
 class Server:
     """This side of the preloaded process."""
 
-    def __init__(self, forked: bool = False) -> None:
-        """Starts it, or with `forked` forks it from this process, which is a fork of another one itself."""
+    def __init__(self, forked: bool = False, interprets: bool = False) -> None:
+        """Starts it, or with `forked` forks it from this process, which is a fork of another one itself.
+
+        In one that `interprets` Triton interprets its kernels.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for each in (ours, theirs):
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ORDER_BYTES)
@@ -184,7 +189,7 @@ class Server:
                 process = _Popen(
                     [sys.executable, __file__, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **({INTERPRETS: "1"} if interprets else {})},
                 )
             self._end = process.wait
         self._socket = ours
@@ -259,10 +264,14 @@ def _adopt_orphans(wanted: bool) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-@functools.cache
-def server() -> Server:
+def server(interprets: bool = False) -> Server:
     """The preloaded process of this one, started when it is first needed; it ends with this process."""
-    return Server(forked=_forked)
+    return _server(interprets)
+
+
+@functools.cache
+def _server(interprets: bool) -> Server:
+    return Server(_forked and not interprets, interprets)
 
 
 _forked = False  # whether this process is a fork of the preloaded one

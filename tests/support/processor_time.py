@@ -1,6 +1,6 @@
 """A pytest plugin that tells the processor time of each test, and of threads that a test has left running.
 
-    PYTHONDONTWRITEBYTECODE= PYTHONPATH=tests/support .venv/bin/pytest -n 3 -p processor_time
+    PYTHONDONTWRITEBYTECODE= PYTHONPATH=tests/support .venv/bin/pytest -n 2 -p processor_time
 
 Wall time says little on a busy machine. A line of build/processor-time/WORKER.jsonl is a test: the seconds of a core
 that the pytest process took (`own_s`) and its processes (`children_s`, with those that still run), and `wall_s`;

@@ -97,7 +97,7 @@ SENSELESS = {
     "checkpoint": {
         "name": ("/no/such", "/etc", "/dev/null", "/proc/self/mem", *WORDS),
         "path": ("", "missing/folder/x", "/dev/null", "/proc/x", "data.npz", "\udcff"),
-        "--every": ("0s", "10", "-1m", "1e3s", "10 m", "900d", *WORDS),
+        "--every": ("0s", "10", "-1m", "10 x", "1e-3s", "900d", *WORDS),
         "--keep": ("0", "-1"),
         "--trust": ("all", "User", *WORDS),
     },

@@ -22,10 +22,9 @@ from geartrain.core import process_report
 from geartrain.core.counters import SharedCounters
 from geartrain.launch.host_snapshot import take_snapshot
 from geartrain.launch.metrics import COLUMNS
+from geartrain.tools.watch.dashboard import dashboard
 
 parser = pytest.importorskip("prometheus_client.parser")
-
-DASHBOARD = Path(host_metrics.__file__).parents[1] / "tools" / "watch" / "grafana.json"
 
 
 @pytest.fixture(autouse=True)
@@ -103,8 +102,7 @@ def test_one_endpoint_serves_metrics_of_everything_and_the_dashboard_asks_for_no
     assert value("geartrain_process_steps", job="odd\\nname") == 5
     assert value("geartrain_process_stopped", pid=str(program.pid)) == 0
 
-    asked = json.loads(DASHBOARD.read_text())
-    panels = [panel for panel in asked["panels"] if panel["type"] != "row"]
+    panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
     names = {each for query in queries for each in re.findall(r"geartrain_\w+", query)}
     samples = {each.name for family in found.values() for each in family.samples}

@@ -127,10 +127,8 @@ geartrain::GroupOptions options_from(const gt_options& callers) {
   if (given.shares != nullptr) {
     options.shares.assign(given.shares, given.shares + members);
   } else if (!options.ring && given.world != 0) {
-    std::vector<double> rates = geartrain::equal_rates(given.world, options.reducers);
-    if (given.rates != nullptr) rates.assign(given.rates, given.rates + members);
-    const std::span<const double> all(rates);
-    options.shares = geartrain::plan_shares({all.first(given.world), all.subspan(given.world)}, 1e9).shares;
+    options.shares = given.rates == nullptr ? geartrain::shares_of_equal_links(given.world, options.reducers)
+                                            : geartrain::plan_shares(given.world, {given.rates, members});
   }
   return options;
 }

@@ -232,9 +232,7 @@ NcclResult connect(void* handles[], int ranks, int rank, void* listener, void** 
     options.host = settings.host;
     options.reducers = settings.reducers;
     options.secret = settings.secret;
-    const std::vector<double> rates = equal_rates(options.world, options.reducers);
-    const std::span<const double> all(rates);
-    options.shares = plan_shares({all.first(options.world), all.subspan(options.world)}, 1e9).shares;
+    options.shares = shares_of_equal_links(options.world, options.reducers);
     auto made = std::make_unique<RankGroup>(options);
     const auto addresses = exchange(first, *static_cast<CollectiveListener*>(listener)->listener, options.world,
                                     options.rank, made->group.address(), deadline);

@@ -81,7 +81,7 @@ struct Running {
     for (const Array& array : given.expected(rank)) received.emplace_back(array.size());
     std::vector<Segment> in = segments(sent, given.shape.dtype), out = segments(received, given.shape.dtype);
     if (given.shape.collective == Collective::broadcast) out = in;
-    work = group.run(given.shape, in, out, timeout_s);
+    work = group.exchange(given.shape, in, out, timeout_s);
   }
   const std::vector<Array>& result(const Case& given) const {
     return given.shape.collective == Collective::broadcast ? sent : received;
@@ -135,7 +135,7 @@ TEST(a_part_that_is_in_place_stays_right) {
     std::memcpy(all.data() + rank * own.size(), own.data(), own.size());
     std::vector<Segment> parts;
     for (uint32_t r = 0; r < 3; ++r) parts.push_back({all.data() + r * own.size(), kCount});
-    finish(*group.run(shape, {parts[rank]}, parts, 60));
+    finish(*group.exchange(shape, {parts[rank]}, parts, 60));
     for (uint32_t r = 0; r < 3; ++r) {
       const Array expected = numbers(r, Dtype::float32, kCount);
       CHECK(std::memcmp(expected.data(), parts[r].at, expected.size()) == 0);
@@ -143,12 +143,12 @@ TEST(a_part_that_is_in_place_stays_right) {
     Shape scatter = shape;
     scatter.collective = Collective::reduce_scatter;
     scatter.op = Op::max;
-    finish(*group.run(scatter, parts, {parts[rank]}, 60));
+    finish(*group.exchange(scatter, parts, {parts[rank]}, 60));
     CHECK(std::memcmp(numbers(rank, Dtype::float32, kCount).data(), parts[rank].at, own.size()) == 0);
     // Over what is still to be sent: refused.
     bool refused = false;
     try {
-      group.run(scatter, parts, {{parts[(rank + 1) % 3].at, kCount}}, 60);
+      group.exchange(scatter, parts, {{parts[(rank + 1) % 3].at, kCount}}, 60);
     } catch (const Error& error) {
       refused = error.kind == ErrorKind::argument;
     }

@@ -51,7 +51,7 @@ void check_reduce_scatter(uint32_t rank, Group& group, uint32_t world, uint64_t 
   Shape shape = sum_of(0);
   shape.collective = Collective::reduce_scatter;
   Array& out = in_place ? sends[rank] : apart;
-  const auto work = group.run(shape, segments, {{out.data(), count + rank}}, 60);
+  const auto work = group.exchange(shape, segments, {{out.data(), count + rank}}, 60);
   CHECK(work->wait(soon(90)));
   CHECK(work->fault().kind == FaultKind::none);
   CHECK(out == expected);

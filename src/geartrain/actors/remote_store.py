@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
+from geartrain.actors.remote_calls import RemoteCalls
 from geartrain.actors.remote_tasks import RemoteReader, RemoteRows
-from geartrain.actors.store_server import pack, unpack
+from geartrain.actors.served_writes import pack, unpack
 from geartrain.core.arguments import (
+    OUTPUT,
+    PAD,
     check_choice,
     check_flag,
     check_names_of,
@@ -54,7 +57,6 @@ from geartrain.rpc.future import Future
 from geartrain.rpc.node import Node
 from geartrain.rpc.remote_objects import DROP, METHOD, Remote
 from geartrain.store.claims import check_durable
-from geartrain.store.packed import check_output
 from geartrain.store.rate_limiter import INSERT_TIMEOUT_S
 from geartrain.store.segment import plan_of_described
 from geartrain.store.tasked import Found, TaskedRows
@@ -83,10 +85,11 @@ class RemoteStore(
         peer: name of the peer.
         name: name of the store at the peer.
         timeout_s: longest wait of each call, 0 to 1e9 seconds. Inserts and steps wait this long for the store's rate
-            limiter.
+            limiter, and writes this long for a peer that was lost.
 
     Raises:
-        PeerLostError, UnknownPeerError, WaitTimeoutError: the peer cannot be reached. All methods may raise these.
+        PeerLostError, UnknownPeerError, WaitTimeoutError: the peer cannot be reached. All methods may raise these. The
+            message says so if it is unknown whether a write took effect.
         LookupError: the peer serves no store of that name. Errors of the store itself are raised here as a
             `RemoteError` that is also of the original type, such as `SchemaError`.
 
@@ -124,14 +127,14 @@ class RemoteStore(
         self.node, self.peer, self.name = node, check_text("peer", peer), check_text("the name of a store", name)
         self.timeout_s = timeout(timeout_s)
         about = self._call("describe")
-        self._id: int = about["id"]
         self.plan = None if about["plan"] is None else plan_of_described(about["plan"])
         if self.plan is None:
             described = about["fields"].items()
             self.fields = {each: Field(tuple(shape), kind, per_row=once) for each, (shape, kind, once) in described}
+            self._calls = RemoteCalls(node, self.peer, self.name, self.timeout_s, about)
         else:
             self.fields = dict(self.plan.fields)
-            self._rows = RemoteRows(node, self.peer, self.name, self.timeout_s, self._id, self.plan)
+            self._calls = self._rows = RemoteRows(node, self.peer, self.name, self.timeout_s, about, self.plan)
             self.native = cast("_native.Store", self._rows)
         self.max_length: int = about["max_length"]
         self.capacity = about["capacity"]
@@ -140,7 +143,7 @@ class RemoteStore(
     @property
     def id(self) -> int:
         """The store's id, which its keys carry."""
-        return self._id if self.plan is None else self._rows.store_id
+        return self._calls.store_id
 
     def _call(self, what: str, *args: Any) -> Any:
         return self.node.call(self.peer, f"geartrain.store.{what}", self.name, *args, timeout_s=self.timeout_s)
@@ -169,14 +172,18 @@ class RemoteStore(
     ) -> Keys:
         """Inserts `n` rows and returns their keys.
 
-        If the peer is lost during the call, `PeerLostError` leaves open whether the rows were inserted; after
-        `PeerUnreachableError` they were not.
+        If the connection breaks, the call connects again and returns the keys. Every row is then in the store once,
+        whether the request or the reply was lost. `update_priorities` and `delete` do the same.
 
         Args:
             fields, lengths, priorities, versions, casting, timeout_s, durable: as for `Store.insert`.
 
         Raises:
             ArgumentError: an argument does not fit the store. The other errors are those of `Store.insert`.
+            PeerUnreachableError: nothing answered at the peer's address. The rows are not in the store.
+            PeerLostError: the peer's server ended during the call, or did not come back within the `timeout_s` of the
+                `RemoteStore`. Unless the message says otherwise, it is unknown whether the rows are in the store.
+            WaitTimeoutError: no reply in time; as for `PeerLostError`, if the message says that it is unknown.
         """
         if self.plan is not None:
             within_s = INSERT_TIMEOUT_S if timeout_s is None else timeout(timeout_s)
@@ -192,9 +199,11 @@ class RemoteStore(
         if check_flag("durable", durable):
             given["durable"] = True
         for each, value in fields.items():
-            check_unmasked(f"field {each!r}", value)
+            if value.__class__ is not np.ndarray:
+                check_unmasked(f"field {each!r}", value)
         arrays = {each: value if hasattr(value, "dtype") else np.asarray(value) for each, value in fields.items()}
-        return unpack(self._call("insert", arrays, given))
+        rows, generations = self._calls.write("insert", lambda again: (arrays, given))
+        return Keys.of_rows(rows, generations, self.id)
 
     def fetch(
         self,
@@ -242,8 +251,8 @@ class RemoteStore(
         """
         keys = check_keys(keys)
         keys.check_store(self.id, self.name)
-        check_choice("output", output, ("torch", "numpy"))
-        check_choice("pad", pad, ("left", "right"))
+        OUTPUT("output", output)
+        PAD("pad", pad)
         check_choice("on_stale", on_stale, ("raise", "drop"))
         if self.plan is not None:
             return self._fetch_packed(keys, fields, (window, ends, pad), output, on_stale)
@@ -273,7 +282,7 @@ class RemoteStore(
         why = f"the store {self.name!r} has axes, strings or tasks: its rows are read whole"
         leave_out(why, window=window, ends=ends, pad=pad != "left" and pad)
         optional(check_names_of, "fields", fields)
-        batch = fetch_packed(self.packed_reader, self.plan, keys, fields, check_output(output), on_stale)
+        batch = fetch_packed(self.packed_reader, self.plan, keys, fields, output, on_stale)
         return lambda: batch
 
     # --- tasks ----------------------------------------------------------------------------------------------
@@ -303,8 +312,8 @@ class RemoteStore(
         Args:
             n, sources, table, of_rows, threads, timeout_s, durable: as there.
         """
-        priorities, versions = of_rows
-        found = self._rows.insert(n, sources, table, priorities, versions, timeout_s, durable)
+        given = n, list(sources), table, *of_rows, timeout_s, durable
+        found: tuple[Any, Any] | int = self._calls.write("insert_packed", lambda again: given, wait_s=timeout_s)
         return found if isinstance(found, int) else Keys.of_rows(*found, self.id)
 
     def _claim_rows(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Found:
@@ -342,7 +351,8 @@ class RemoteStore(
         """
         keys = check_keys(keys)
         keys.check_store(self.id, self.name)
-        return int(self._call("update_priorities", pack(keys), np.asarray(priorities)))
+        given = pack(keys), np.asarray(priorities)
+        return int(self._calls.write("update_priorities", lambda again: given))
 
     def delete(self, keys: Keys | ArrayLike) -> int:
         """Removes rows; returns how many keys were stale.
@@ -352,7 +362,7 @@ class RemoteStore(
         """
         keys = check_keys(keys)
         keys.check_store(self.id, self.name)
-        return int(self._call("delete", pack(keys)))
+        return int(self._calls.write("delete", lambda again: (pack(keys),)))
 
     def recorder(
         self,

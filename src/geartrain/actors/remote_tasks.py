@@ -1,8 +1,7 @@
 """Client side of a peer's store with axes, strings or tasks: the calls of a native store that claims use, over RPC.
 
-A call that loses its connection is sent again once the peer serves the store again, within the store's `timeout_s`. The
-peer has released the claims of the lost connection. A row that nobody has claimed since is claimed again by the next
-write, so a put takes effect after a restart of the peer.
+Calls are sent again after a lost connection (`remote_calls.py`). The peer has released the claims of that connection. A
+row that nobody has claimed since is claimed again by the next write, so a put takes effect after a restart of the peer.
 
 The peer may come back with a store that it loaded from a checkpoint or journal. It has another id, so old keys are
 refused. Rows that this process has claimed are claimed there at once, if nobody has claimed them since.
@@ -12,39 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.actors.served_tasks import DONE, NO_CLAIM, PackedReply
+from geartrain.actors.remote_calls import MOST_PAUSE_S, RemoteCalls
+from geartrain.actors.served_tasks import ASKED, DONE, NO_CLAIM, PackedReply
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
-from geartrain.errors import (
-    ArgumentError,
-    GeartrainError,
-    ObjectGoneError,
-    PeerLostError,
-    PeerUnreachableError,
-)
+from geartrain.errors import ArgumentError, GeartrainError, PeerLostError
 from geartrain.rpc.node import Node
 from geartrain.rpc.remote_objects import METHOD, Remote
-from geartrain.store.claims import APPEND, PUT
-from geartrain.store.segment import plan_of_described
+from geartrain.store.claims import APPEND, PUT, RowWrite
 from geartrain.store.waiting_claims import Asked
 
-#: Longest pause between two attempts to reach a peer again.
-_MOST_PAUSE_S = 1.0
 #: A claim asks so long at a time for due rows.
 _ASK_S = 3600.0
-#: After these the peer has not run the call.
-_NOT_RUN = (PeerUnreachableError, ObjectGoneError)
 _Row = tuple[int, int, int, int]  # task, row, generation, claim
 
 
@@ -111,56 +99,29 @@ class RemoteReader:
         return RemoteValues(self.plan, self.names, reply)
 
 
-class RemoteRows:
+class RemoteRows(RemoteCalls):
     """The calls of a native store that `Claim` and `TaskedRows` use, done by a peer. Any thread.
 
     Args:
-        node, peer, name, timeout_s: of the `RemoteStore`.
-        store_id: id of the store.
-        plan: its fields, axes and tasks; after a reconnection the peer must serve a store with the same.
-
-    Attributes:
-        store_id: id of the store that the peer serves, as of the last connection.
+        node, peer, name, timeout_s, about: as for `RemoteCalls`.
+        plan: fields, axes and tasks of the store.
     """
 
     closed = False
 
-    def __init__(self, node: Node, peer: str, name: str, timeout_s: float, store_id: int, plan: RowPlan) -> None:
-        self._node, self._peer, self._name, self._timeout_s = node, peer, name, timeout_s
-        self.store_id, self._plan = store_id, plan
-        self._client = int.from_bytes(os.urandom(7), "little")
-        self._calls = itertools.count(1)
-        self._lock = threading.RLock()
-        self._opening = threading.RLock()
-        self._remote: Remote | None = None
-        self._journaled = False
+    def __init__(
+        self, node: Node, peer: str, name: str, timeout_s: float, about: dict[str, Any], plan: RowPlan
+    ) -> None:
+        super().__init__(node, peer, name, timeout_s, about)
+        self._plan = plan
+        self._requests = itertools.count(1)
         self._held: dict[_Row, _Held] = {}
-        self._opened(timeout_s)
+        self.opened(timeout_s)
 
-    # --- the connection -------------------------------------------------------------------------------------
-
-    def _opened(self, within_s: float) -> Remote:
-        """The peer's handle of this connection."""
-        with self._opening:
-            if self._remote is None:
-                number, store_id, self._journaled = self._node.call(
-                    self._peer, "geartrain.store.tasks", self._name, self._client, timeout_s=within_s
-                )
-                remote = Remote(self._node, self._peer, number)
-                if store_id != self.store_id:
-                    self._move(remote, store_id, within_s)
-                self._remote = remote
-            return self._remote
-
-    def _move(self, remote: Remote, store_id: int, within_s: float) -> None:
-        """The peer serves another store than before: claims its rows there, and forgets those that it has not."""
-        about = self._node.call(self._peer, "geartrain.store.describe", self._name, timeout_s=within_s)
-        if about["plan"] is None or plan_of_described(about["plan"]) != self._plan:
-            raise ArgumentError(
-                f"{self._peer!r} serves a store with other fields or tasks as {self._name!r} than before: make another "
-                f"RemoteStore"
-            )
-        with self._lock:
+    def move(self, remote: Remote, store_id: int, within_s: float) -> None:
+        """Claims this client's rows in the other store, and forgets those that it has not."""
+        super().move(remote, store_id, within_s)
+        with self.lock:
             held = dict(self._held)
         for task in {each[0] for each in held}:
             its = [each for each in held if each[0] == task]
@@ -179,13 +140,12 @@ class RemoteRows:
             for each, claim in zip(known, claims.tolist(), strict=True):
                 each.claim = claim
             self._forget([row for row, each in zip(its, known, strict=True) if each.claim == NO_CLAIM])
-        self.store_id = store_id
 
     def columns_of(self, keys: Keys) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
         """Rows and generations; those of an earlier store name no row, but for rows that were claimed again."""
         if keys.store is None or (isinstance(keys.store, int) and keys.store == self.store_id):
             return keys.row, keys.generation
-        with self._lock:
+        with self.lock:
             held = {each[1:3] for each in self._held}
         here = np.broadcast_to(np.asarray(keys.store) == np.uint64(self.store_id), len(keys)).copy()
         here |= [each in held for each in zip(keys.row.tolist(), keys.generation.tolist(), strict=True)]
@@ -193,78 +153,26 @@ class RemoteRows:
 
     def journal_state(self) -> dict[str, Any] | None:
         """None: the peer's store has no journal, as of the last connection."""
-        return {} if self._journaled else None
+        return {} if self.journaled else None
 
-    def _after(self, error: BaseException, remote: Remote | None, lost_s: float | None, sends_again: bool) -> float:
-        """When the peer was lost. Raises the error of a call that is not sent again.
-
-        Args:
-            error: of the call.
-            remote: that it was sent to; None: it was not sent.
-            lost_s: when the peer was lost, if a call before lost it already.
-            sends_again: whether a call that may have run is sent again.
-        """
-        gone = isinstance(error, PeerLostError)
-        restarting = remote is None and lost_s is not None  # the peer does not serve the store yet
-        ran = remote is not None and not isinstance(error, _NOT_RUN)
-        now_s = time.monotonic()
-        lost_s = now_s if lost_s is None else lost_s
-        if not (gone or restarting) or (ran and not sends_again) or now_s - lost_s >= self._timeout_s:
-            raise error
-        with self._lock:
-            if self._remote is remote:
-                self._remote = None
-        return lost_s
-
-    def ask(
-        self,
-        what: str,
-        given: Callable[[], tuple[Any, ...]],
-        *,
-        wait_s: float = 0.0,
-        sends_again: bool = True,
-        numbered: bool = False,
-    ) -> Any:
-        """The peer's answer.
-
-        Args:
-            what: a call of `PeerCalls`.
-            given: its arguments, each time that it is sent.
-            wait_s: how long the peer may wait, in seconds.
-            sends_again: the call is sent again if its reply was lost.
-            numbered: the first argument is the number of the call; whether it may have run before comes behind it.
-        """
-        lost_s: float | None = None
-        pause_s, again = 0.01, False
-        while True:
-            remote = None
-            try:
-                remote = self._opened(self._timeout_s)
-                args = given()
-                args = (args[0], again, *args[1:]) if numbered else args
-                return remote.call(what, *args, timeout_s=min(wait_s + self._timeout_s, 1e9))
-            except (PeerLostError, LookupError) as error:
-                lost_s = self._after(error, remote, lost_s, sends_again)
-                again = again or (remote is not None and not isinstance(error, _NOT_RUN))
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
-
-    def _ask(self, what: str, *args: Any, wait_s: float = 0.0, sends_again: bool = True) -> Any:
-        return self.ask(what, lambda: args, wait_s=wait_s, sends_again=sends_again)
+    def _ask(self, what: str, *args: Any, wait_s: float = 0.0) -> Any:
+        return self.ask(what, lambda: args, wait_s=wait_s)
 
     async def _ask_async(self, what: str, *args: Any, wait_s: float) -> Any:
         lost_s: float | None = None
         pause_s = 0.01
         while True:
-            remote = self._remote
+            remote = self.remote
             try:
                 if remote is None:
-                    remote = await asyncio.to_thread(self._opened, self._timeout_s)
-                return await remote.call_async(what, *args, timeout_s=min(wait_s + self._timeout_s, 1e9))
+                    remote = (await asyncio.to_thread(self.opened, self.timeout_s))[0]
+                return await remote.call_async(what, *args, timeout_s=min(wait_s + self.timeout_s, 1e9))
             except (PeerLostError, LookupError) as error:
-                lost_s = self._after(error, remote, lost_s, True)
+                lost_s = self.lost_since(error, remote, lost_s)
+                if lost_s is None:
+                    raise
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
     # --- claims ---------------------------------------------------------------------------------------------
 
@@ -273,7 +181,7 @@ class RemoteRows:
         until_s = time.monotonic() + timeout_s
         while True:
             wait_s = max(0.0, min(until_s - time.monotonic(), _ASK_S))
-            request = next(self._calls)
+            request = next(self._requests)
             try:
                 reply = self._ask("claim", request, *asked, later, list(fields), wait_s, wait_s=wait_s)
             except BaseException:
@@ -287,7 +195,7 @@ class RemoteRows:
         until_s = time.monotonic() + timeout_s
         while True:
             wait_s = max(0.0, min(until_s - time.monotonic(), _ASK_S))
-            request = next(self._calls)
+            request = next(self._requests)
             try:
                 reply = await self._ask_async("claim", request, *asked, later, list(fields), wait_s, wait_s=wait_s)
             except BaseException:
@@ -298,7 +206,7 @@ class RemoteRows:
 
     def _give_back(self, request: int) -> None:
         """Tells the peer that nobody waits for a claim any more."""
-        remote = self._remote
+        remote = self.remote
         if remote is not None:
             with suppress(GeartrainError):
                 remote.tell(METHOD, "give_back", (request,), {})
@@ -308,7 +216,7 @@ class RemoteRows:
             return reply, None
         found, packed, appends, clock, times = reply
         rows = zip(*(each.tolist() for each in (*found[:3], times)), strict=True)
-        with self._lock:
+        with self.lock:
             for i, (row, generation, claim, inserted_at_ns) in enumerate(rows):
                 its = _Held(clock, appends[i] if appends else 0, inserted_at_ns, claim)
                 self._held[task, row, generation, claim] = its
@@ -320,13 +228,13 @@ class RemoteRows:
     ) -> tuple[list[_Row], NDArray[np.uint16], NDArray[np.int64]]:
         """The rows; their claims, `NO_CLAIM` of those that were put, dropped or released; versions of the claims."""
         its = [(task, *each) for each in zip(rows.tolist(), generations.tolist(), claims.tolist(), strict=True)]
-        with self._lock:
+        with self.lock:
             held = [self._held.get(each) for each in its]
         own = np.array([NO_CLAIM if known is None else known.claim for known in held], np.uint16)
         return its, own, np.array([0 if known is None else known.version for known in held], np.int64)
 
     def _forget(self, rows: Sequence[_Row]) -> None:
-        with self._lock:
+        with self.lock:
             for each in rows:
                 self._held.pop(each, None)
 
@@ -336,7 +244,7 @@ class RemoteRows:
             "say_version",
             lambda: (task, rows, generations, self._known(task, rows, generations, claims)[1], version),
         )
-        with self._lock:
+        with self.lock:
             for each in self._known(task, rows, generations, claims)[0]:
                 if each in self._held:
                     self._held[each].version = version
@@ -349,81 +257,58 @@ class RemoteRows:
             return len(its)
         self._forget(its)
         try:
-            remote = self._remote
+            remote = self.remote
             if remote is None:
                 return len(its) - len(held)
             columns = rows[held], generations[held], own[held]
-            lost: int = remote.call("release", task, *columns, timeout_s=self._timeout_s)
+            lost: int = remote.call("release", task, *columns, timeout_s=self.timeout_s)
         except PeerLostError:
             return len(its) - len(held)
         return len(its) - len(held) + lost
 
     def drop_rows(self, task: int, rows: Any, generations: Any, claims: Any) -> int:
         """As of the native store."""
-        lost: int = self.ask(
-            "drop", lambda: (task, rows, generations, *self._known(task, rows, generations, claims)[1:])
+        lost: int = self.write(
+            "drop",
+            lambda again: (task, rows, generations, *self._known(task, rows, generations, claims)[1:]),
+            elsewhere=True,
         )
         self._forget(self._known(task, rows, generations, claims)[0])
         return lost
 
     # --- writing --------------------------------------------------------------------------------------------
 
-    def write_rows(
-        self,
-        how: int,
-        task: int,
-        axis: int,
-        rows: Any,
-        generations: Any,
-        claims: Any,
-        sources: Any,
-        lengths: Any,
-        item: int,
-        merges: bool,
-        parts: Any,
-        threads: int,
-        timeout_s: float,
-        durable: bool,
-    ) -> NDArray[np.uint8]:
+    def write_rows(self, *given: Any) -> NDArray[np.uint8]:
         """As of the native store. A write that was sent again takes effect once."""
-        call, store_id = (self._client, next(self._calls)), self.store_id
-        its = [] if claims is None else self._known(task, rows, generations, claims)[0]
+        *written, _threads, timeout_s, durable = given
+        write, store_id = RowWrite(*written), self.store_id
+        rows = write.task, write.rows, write.generations
+        its = [] if write.claims is None else self._known(*rows, write.claims)[0]
 
-        def given() -> tuple[Any, ...]:
+        def given_now(again: bool) -> tuple[Any, ...]:
             own, versions, known = None, None, 0
-            if claims is not None:
-                _, own, versions = self._known(task, rows, generations, claims)
+            if write.claims is not None:
+                _, own, versions = self._known(*rows, write.claims)
             elif store_id != self.store_id:
                 raise ArgumentError(
-                    f"{self._peer!r} serves the store {self._name!r} under a new id, as it was loaded again: keys from "
+                    f"{self.peer!r} serves the store {self.name!r} under a new id, as it was loaded again: keys from "
                     f"before name no rows there"
                 )
             if len(its) == 1:
-                with self._lock:
+                with self.lock:
                     held = self._held.get(its[0])
                 known = 0 if held is None else held.appends
-            values = list(sources), lengths, item, merges, parts
-            return call, how, task, axis, rows, generations, own, versions, *values, known, timeout_s, durable
+            return again, tuple(write._replace(claims=own)), versions, known, timeout_s, durable
 
-        reply = self.ask("write", given, wait_s=timeout_s, numbered=True)
+        reply = self.write("write", given_now, wait_s=timeout_s, elsewhere=True)
         wrote: NDArray[np.uint8] = np.array(reply)
-        if how == PUT:
+        if write.how == PUT:
             self._forget([each for each, what in zip(its, wrote.tolist(), strict=True) if what == DONE])
-        elif how == APPEND and wrote[0] == DONE:
-            with self._lock:
+        elif write.how == APPEND and wrote[0] == DONE:
+            with self.lock:
                 if its[0] in self._held:
                     self._held[its[0]].appends += 1
         return wrote
-
-    def insert(
-        self, n: int, sources: Any, lengths: Any, priorities: Any, versions: Any, timeout_s: float, durable: bool
-    ) -> tuple[NDArray[np.uint32], NDArray[np.uint32]] | int:
-        """Inserts rows, all or none: rows and generations, or how many to insert first."""
-        given = (n, list(sources), lengths, priorities, versions, timeout_s, durable)
-        found: tuple[NDArray[np.uint32], NDArray[np.uint32]] | int = self._ask(
-            "insert", *given, wait_s=timeout_s, sends_again=False
-        )
-        return found
 
     # --- reading --------------------------------------------------------------------------------------------
 
@@ -431,13 +316,13 @@ class RemoteRows:
         """As of the native store."""
 
         def given() -> tuple[Any, ...]:
-            with self._lock:
+            with self.lock:
                 held = self._held.get((task, row, generation, claim))
             own, version, known = (NO_CLAIM, 0, 0) if held is None else (held.claim, held.version, held.appends)
             return task, row, generation, own, version, known, list(fields)
 
         reply = self.ask("appended", given)
-        with self._lock:
+        with self.lock:
             if (held := self._held.get((task, row, generation, claim))) is not None:
                 held.appends = len(reply[1])
         return reply
@@ -455,29 +340,11 @@ class RemoteRows:
         """As `Store.lag_before`."""
         return str(self._ask("lag", task))
 
-    def task_figures(self) -> dict[str, Any]:
-        """As of the native store."""
-        return dict(self._ask("ask", "task_figures"))
-
-    def occupancy(self) -> str:
-        """As of the native store."""
-        return str(self._ask("ask", "occupancy"))
-
-    def clock(self) -> int:
-        """As of the native store."""
-        return int(self._ask("ask", "clock"))
-
-    def advance(self, version: int) -> int:
-        """As of the native store."""
-        return int(self._ask("ask", "advance", version))
-
-    def end_inserts(self) -> None:
-        """As of the native store."""
-        self._ask("ask", "end_inserts")
-
-    def check_in_flight(self, rows: int) -> None:
-        """As of the native store."""
-        self._ask("ask", "check_in_flight", rows)
+    def __getattr__(self, name: str) -> Any:
+        """Figures, the clock and the end of inserts, as of the native store."""
+        if name not in ASKED:
+            raise AttributeError(f"a peer's store has no {name!r}")
+        return partial(self._ask, "ask", name)
 
 
 __all__ = ["RemoteReader", "RemoteRows", "RemoteValues"]

@@ -7,27 +7,30 @@ are released. They are due again, and no death is counted against them.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.actors.served_writes import CallNumber, InsertedRows, PeerWrites, ServedStore
 from geartrain.core.arguments import check_flag, check_whole, default_threads, shown, timeout
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
-from geartrain.errors import ArgumentError, MessageError, StaleClaimError, StoreClosedError, WaitTimeoutError
+from geartrain.errors import (
+    ArgumentError,
+    MessageError,
+    PeerLostError,
+    StaleClaimError,
+    StoreClosedError,
+    WaitTimeoutError,
+)
 from geartrain.rpc.scheduler import about_to_wait
-from geartrain.store.claims import APPEND, PUT, REWRITE, check_durable
-from geartrain.store.store import Store
-from geartrain.store.waiting_claims import claim_later
+from geartrain.store.claims import APPEND, PUT, REWRITE, RowWrite, check_durable
 
 #: What a write did to a row, as the native layer has it.
 DONE, STALE, WAITS = 0, 1, 2
@@ -39,144 +42,41 @@ NO_CLAIM = 0xFFFF
 _LOADED, _FIRST = 0, 1
 #: An insert that waits for room looks so often whether its client is still there.
 _LOOK_EVERY_S = 0.5
-#: Puts whose replies may have been lost are remembered, this many of all clients.
-_REMEMBERED = 4096
 
 #: Values of fields by name, bounds of axes by name; torn, unready, versions of rows.
 PackedReply = tuple[dict[str, Any], dict[str, Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
-class ServedTasks:
-    """What all connections to one served store share.
-
-    Attributes:
-        store: the store.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._waits: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = set()
-        self._closed = False
-        self._calls: WeakValueDictionary[int, PeerCalls] = WeakValueDictionary()  # of each client
-        self._writing: set[tuple[int, int]] = set()
-        self._wrote: OrderedDict[tuple[int, int], NDArray[np.uint8]] = OrderedDict()
-
-    def close(self) -> None:
-        """Ends all waits of claims with `StoreClosedError`."""
-        with self._lock:
-            self._closed, waits = True, list(self._waits)
-        for loop, task in waits:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(task.cancel)
-
-    async def wait(self, asked: tuple[int, int, int, int], timeout_s: float, later: bool) -> Any:
-        """As `claim_later`."""
-        task = asyncio.current_task()
-        assert task is not None
-        entry = (asyncio.get_running_loop(), task)
-        with self._lock:
-            self._waits.add(entry)
-            closed = self._closed
-        try:
-            if not closed:
-                return await claim_later(self.store.native, asked, timeout_s, later)
-        except asyncio.CancelledError:
-            if not self._closed:
-                raise
-        finally:
-            with self._lock:
-                self._waits.discard(entry)
-        raise StoreClosedError(f"the store {self.store.name!r} is not served any more")
-
-    def opened(self, client: int, calls: PeerCalls) -> None:
-        """A client has connected: what its earlier connection had claimed is due again.
-
-        The end of that connection may be noticed much later.
-        """
-        with self._lock:
-            before, self._calls[client] = self._calls.get(client), calls
-        if before is not None:
-            before.end()
-
-    def begin(self, call: tuple[int, int]) -> NDArray[np.uint8] | None:
-        """Begins a write once the same one, which came by a connection that was lost, has ended.
-
-        Returns:
-            What that did to each row; None: there was none, or it did not end.
-        """
-        with self._lock:
-            runs = call in self._writing
-        if runs:
-            about_to_wait()
-        with self._lock:
-            self._changed.wait_for(lambda: call not in self._writing)
-            self._writing.add(call)
-            return self._wrote.get(call)
-
-    def end(self, call: tuple[int, int], wrote: NDArray[np.uint8] | None) -> None:
-        """Ends a write, and notes what it did in case the reply is lost. None: it is to be done if it comes again."""
-        with self._lock:
-            self._writing.discard(call)
-            self._changed.notify_all()
-            if wrote is None:
-                return
-            self._wrote[call] = wrote
-            if len(self._wrote) > _REMEMBERED:
-                self._wrote.popitem(last=False)
-
-
-class PeerClaims:
-    """A connection's handle: kept for the peer as long as the connection lives, or until the peer drops it.
-
-    Calls run on `PeerCalls` alone, so a call that waits does not keep the handle, and rows are released at once.
-    """
-
-    def __init__(self, calls: PeerCalls) -> None:
-        self._calls = calls
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in CALLS:
-            raise AttributeError(f"a store is not asked for {shown(name)}")
-        return getattr(self._calls, name)
-
-    def __del__(self) -> None:
-        with suppress(Exception):
-            self._calls.end()
-
-
-class PeerCalls:
+class PeerCalls(PeerWrites):
     """What a peer may ask of a store with axes, strings or tasks. Any thread.
 
     Arguments come from a peer: each is checked here or by the native layer.
 
     Args:
-        shared: of the served store.
-        client: number of the client, the same after it has connected again.
-        check: raises if the store is not served any more.
+        served, client, check: as for `PeerWrites`.
     """
 
-    def __init__(self, shared: ServedTasks, client: int, check: Callable[[], object]) -> None:
-        self._shared, self._check = shared, check
-        self._store = shared.store
-        assert shared.store.plan is not None
-        self._plan: RowPlan = shared.store.plan
-        self._native = shared.store.native
+    CALLS = PeerWrites.CALLS | frozenset(
+        {"claim", "claim_loaded", "give_back", "release", "drop", "say_version", "write", "insert_packed", "read"}
+        | {"appended", "stale", "lengths", "ask", "lag"}
+    )
+
+    def __init__(self, served: ServedStore, client: int, check: Callable[[], object]) -> None:
+        assert served.store.plan is not None
+        self._plan: RowPlan = served.store.plan
         self._lock = threading.Lock()
         self._held: dict[tuple[int, int], tuple[int, int, int]] = {}  # (task, row): generation, claim, request
         self._loaded: dict[tuple[int, int], int] = {}  # the peer claimed it before it was loaded: generation
         self._asking: set[int] = set()  # requests that wait
         self._unwanted: set[int] = set()  # those of them whose client does not wait any more
-        self._ended = False
         if self._plan.tasks:
-            self._native.claim_for_others()
-        shared.opened(check_whole("client", client, 0, 2**63 - 1), self)
+            served.store.native.claim_for_others()
+        super().__init__(served, client, check)
 
     def end(self) -> None:
-        """The connection is lost: its rows are due again."""
+        """The connection is lost: its rows are due again, and no death is counted against them."""
         with self._lock:
-            self._ended = True
+            super().end()
             held, self._held = self._held, {}
         for task in {task for task, _ in held}:
             rows = [(row, *its[:2]) for (of, row), its in held.items() if of == task]
@@ -184,7 +84,7 @@ class PeerCalls:
 
     def _release(self, task: int, rows: Sequence[tuple[int, int, int]]) -> None:
         with suppress(StoreClosedError):  # which released them
-            self._native.release_rows(task, *_columns(rows))
+            self.native.release_rows(task, *_columns(rows))
 
     # --- claims ---------------------------------------------------------------------------------------------
 
@@ -192,7 +92,7 @@ class PeerCalls:
         self, request: int, task: int, most: int, max_items: int, axis: int, later: bool, fields: Any, wait_s: float
     ) -> Any:
         """Claims rows, at once or later: (found, values of fields, appends of each row, clock, times of inserts)."""
-        self._check()
+        self.check()
         asked = (task, most, max_items, axis)
         if not all(type(each) is int for each in (request, *asked)):
             raise MessageError("a claim is asked for by whole numbers")
@@ -202,7 +102,7 @@ class PeerCalls:
         for name in names:
             self._plan.check_readable(task, name)
         within_s = timeout(wait_s)
-        found = self._native.claim_rows(*asked, 0.0, check_flag("later", later))
+        found = self.native.claim_rows(*asked, 0.0, check_flag("later", later))
         if found is None and within_s > 0:
             with self._lock:
                 self._asking.add(request)
@@ -213,7 +113,7 @@ class PeerCalls:
         self, request: int, asked: tuple[int, int, int, int], later: bool, names: Sequence[str], wait_s: float
     ) -> Any:
         try:
-            found = await self._shared.wait(asked, wait_s, later)
+            found = await self.served.wait(asked, wait_s, later)
             return self._claimed(request, asked[0], names, found)
         finally:
             with self._lock:
@@ -225,17 +125,17 @@ class PeerCalls:
             return found
         rows, generations, claims, _ = found
         with self._lock:
-            unwanted = self._ended or request in self._unwanted
+            unwanted = self.ended or request in self._unwanted
             if not unwanted:
                 its = zip(rows.tolist(), generations.tolist(), claims.tolist(), strict=True)
                 for row, generation, claim in its:
                     self._held[task, row] = (generation, claim, request)
         if unwanted:
-            self._native.release_rows(task, rows, generations, claims)
+            self.native.release_rows(task, rows, generations, claims)
             return None
-        times = self._native.infos(rows)["inserted_at_ns"]
+        times = self.native.infos(rows)["inserted_at_ns"]
         packed = self._packed(names, (), rows, generations)
-        return found, packed, self._parts(task, found), self._native.clock(), times
+        return found, packed, self._parts(task, found), self.native.clock(), times
 
     def _parts(self, task: int, found: tuple[NDArray[Any], ...]) -> list[int] | None:
         """How many appends each row has already, from earlier claims."""
@@ -245,7 +145,7 @@ class PeerCalls:
 
     def _appended(self, task: int, row: int, generation: int, claim: int) -> int:
         try:
-            return len(self._native.appended_parts(task, row, generation, claim, [])[1])
+            return len(self.native.appended_parts(task, row, generation, claim, [])[1])
         except StaleClaimError:
             return 0
 
@@ -279,15 +179,15 @@ class PeerCalls:
         said = np.zeros(len(own), np.uint8)
         for i in missing:
             one = slice(i, i + 1)
-            said[one] = self._native.claim_again(task, rows[one], generations[one], claims[one], int(versions[i]))
+            said[one] = self.native.claim_again(task, rows[one], generations[one], claims[one], int(versions[i]))
             if said[i] != _CLAIMED:
                 continue
             with self._lock:
                 own[i] = _FIRST if claims[i] == _LOADED else claims[i]
-                if not self._ended:
+                if not self.ended:
                     self._held[task, int(rows[i])] = (int(generations[i]), int(own[i]), 0)
                     continue
-            self._native.release_rows(task, rows[one], generations[one], own[one])
+            self.native.release_rows(task, rows[one], generations[one], own[one])
             own[i] = NO_CLAIM
         return own, said
 
@@ -306,11 +206,11 @@ class PeerCalls:
         Returns:
             The numbers of the claims, `NO_CLAIM` where there is none.
         """
-        self._check()
+        self.check()
         rows, generations, claims, versions = _claimed_rows(task, rows, generations, claims, versions)
         if not isinstance(times, np.ndarray) or times.dtype != np.uint64 or times.shape != rows.shape:
             raise MessageError("the times of inserts are sent as a column of uint64")
-        there = self._store.status(Keys.of_rows(rows, generations, self._store.id))
+        there = self.store.status(Keys.of_rows(rows, generations, self.store.id))
         same = (there["generation"] == generations) & (there["inserted_at_ns"] == times)
         asked = np.where(same & (claims == _LOADED), _LOADED, NO_CLAIM).astype(np.uint16)
         own, _ = self._mine(task, rows, generations, asked, versions)
@@ -328,49 +228,45 @@ class PeerCalls:
 
     def release(self, task: int, rows: Any, generations: Any, claims: Any) -> int:
         """As the native `release_rows`, of the peer's rows. Those of an earlier connection are released already."""
-        self._check()
+        self.check()
         rows, generations, claims = _claimed_rows(task, rows, generations, claims)
         own, _ = self._held_claims(task, rows, generations, claims)
-        lost = self._native.release_rows(task, rows, generations, own)
+        lost = self.native.release_rows(task, rows, generations, own)
         self._forget(task, rows, generations, own)
         return lost
 
-    def drop(self, task: int, rows: Any, generations: Any, claims: Any, versions: Any) -> int:
-        """As the native `drop_rows`, of the peer's rows."""
-        self._check()
+    def drop(self, call: CallNumber, task: int, rows: Any, generations: Any, claims: Any, versions: Any) -> int:
+        """As the native `drop_rows`, of the peer's rows; `call` as for `once`."""
+        self.check()
         rows, generations, claims, versions = _claimed_rows(task, rows, generations, claims, versions)
         self._may_wait_for_disk(False)
-        own, _ = self._mine(task, rows, generations, claims, versions)
-        lost = self._native.drop_rows(task, rows, generations, own)
-        self._forget(task, rows, generations, own)
-        return lost
+
+        def run() -> int:
+            own, _ = self._mine(task, rows, generations, claims, versions)
+            lost = self.native.drop_rows(task, rows, generations, own)
+            self._forget(task, rows, generations, own)
+            if lost and self.ended:
+                raise PeerLostError("the connection of the client is lost")  # its next one may claim the rows again
+            return lost
+
+        return self.once(call, run)
 
     def say_version(self, task: int, rows: Any, generations: Any, claims: Any, version: int) -> None:
         """As of the native store."""
-        self._check()
+        self.check()
         rows, generations, claims = _claimed_rows(task, rows, generations, claims)
         versions = np.full(len(rows), check_whole("version", version, 0, 2**63 - 1), np.int64)
         own, _ = self._mine(task, rows, generations, claims, versions)
-        self._native.say_version(task, rows, generations, own, version)
+        self.native.say_version(task, rows, generations, own, version)
 
     # --- writing --------------------------------------------------------------------------------------------
 
     def write(
         self,
-        call: tuple[int, int],
+        call: CallNumber,
         again: bool,
-        how: int,
-        task: int,
-        axis: int,
-        rows: Any,
-        generations: Any,
-        claims: Any,
+        written: Any,
         versions: Any,
-        sources: Any,
-        lengths: Any,
-        item: int,
-        merges: bool,
-        parts: Any,
         known: int,
         timeout_s: float,
         durable: bool,
@@ -378,113 +274,98 @@ class PeerCalls:
         """As the native `write_rows`, of the peer's rows.
 
         Args:
-            call: number of the client and of its call, the same when it is sent again.
+            call: as for `once`.
             again: it was sent before, and may have run: its reply was lost.
+            written: a `RowWrite`, as a tuple.
             versions: of the claims, for rows that have to be claimed again.
             known: appends of a row that the client knows of.
-            how, task, axis, rows, generations, claims, sources, lengths, item, merges, parts, timeout_s, durable: as
-                there.
+            timeout_s, durable: as there.
         """
-        self._check()
+        self.check()
         within_s = timeout(timeout_s)
-        if type(how) is not int or how not in (PUT, APPEND, REWRITE):
-            raise MessageError("rows are put, appended to or rewritten")
-        call = _call_number(call)
-        if how == REWRITE:
-            rows, generations = _claimed_rows(task, rows, generations)
-            merges = False
-        else:
-            rows, generations, claims, versions = _claimed_rows(task, rows, generations, claims, versions)
-        if not 0 < task < len(self._plan.tasks) or axis != (self._plan.appended_axis(task) if how == APPEND else 0):
+        write = _row_write(written, versions)
+        how, task = write.how, write.task
+        if not 0 < task < len(self._plan.tasks) or write.axis != (
+            self._plan.appended_axis(task) if how == APPEND else 0
+        ):
             raise MessageError(f"no task number {task} is written so")
         divider = self._plan.appendable[task][1]
         marked = self._plan.fields[divider].axis if how == APPEND and divider else None
-        self._check_values(self._written(how, task, merges), sources, lengths, len(rows), marked)
+        self._check_values(
+            self._written(how, task, write.merges), write.sources, write.lengths, len(write.rows), marked
+        )
         if how != APPEND:
             self._may_wait_for_disk(durable)
-        before, wrote = self._shared.begin(call), None
+        turn = self.outcomes.begin(call)
         try:
-            if before is not None and (not again or (before == DONE).all()):
-                wrote = before
-            else:
-                what = (how, task, axis, rows, generations, claims, versions, sources, lengths, item, merges, parts)
-                wrote = self._write(*what, known, within_s, again)
+            wrote: NDArray[np.uint8] | None = turn.outcome
+            if wrote is None or (again and not (wrote == DONE).all()):
+                before = wrote
+                wrote = self._write(write, versions, known, within_s, again)
                 if before is not None:
                     wrote[before == DONE] = DONE
+                if not (wrote == WAITS).any():
+                    turn.outcome = wrote
         finally:
-            self._shared.end(call, None if wrote is None or (wrote == WAITS).any() else wrote)
+            self.outcomes.end(turn)
         if how != APPEND:
-            self._native.settle_journal("put", durable)
+            self.native.settle_journal("put", durable)
         return wrote
 
-    def _write(
-        self,
-        how: int,
-        task: int,
-        axis: int,
-        rows: Any,
-        generations: Any,
-        claims: Any,
-        versions: Any,
-        sources: Any,
-        lengths: Any,
-        item: int,
-        merges: bool,
-        parts: Any,
-        known: int,
-        within_s: float,
-        again: bool,
-    ) -> NDArray[np.uint8]:
+    def _write(self, write: RowWrite, versions: Any, known: int, within_s: float, again: bool) -> NDArray[np.uint8]:
+        rows = write.task, write.rows, write.generations
         own = found = None
-        if how != REWRITE:
-            own, found = self._mine(task, rows, generations, claims, versions)
-            if how == APPEND or merges:
-                there = self._appended_before(task, rows, generations, own, found)
+        if write.how != REWRITE:
+            own, found = self._mine(*rows, write.claims, versions)
+            if write.how == APPEND or write.merges:
+                there = self._appended_before(*rows, own, found)
                 if there is not None and there != known:
-                    if how == APPEND and again and there == known + 1:
+                    if write.how == APPEND and again and there == known + 1:
                         return np.full(1, DONE, np.uint8)
-                    self._give_up(task, rows, generations, own)
-        arguments = (how, task, axis, rows, generations, own, sources, lengths, item, bool(merges), parts, 0)
+                    self._give_up(*rows, own)
+        write = write._replace(claims=own)
         try:
-            wrote = self._native.write_rows(*arguments, 0.0)
+            wrote = self.native.write_rows(*write, 0, 0.0)
             waits = wrote == WAITS
             if within_s > 0 and waits.any():
                 about_to_wait()
-                wrote[waits] = self._native.write_rows(*arguments, within_s)[waits]
+                wrote[waits] = self.native.write_rows(*write, 0, within_s)[waits]
         except StaleClaimError:
-            wrote = np.full(len(rows), STALE, np.uint8)
-        if how != PUT or own is None:
+            wrote = np.full(len(write.rows), STALE, np.uint8)
+        if write.how != PUT or own is None:
             return wrote
         if again:
             wrote[found == _PUT] = DONE
             for i in np.flatnonzero((wrote == STALE) & (own == NO_CLAIM)).tolist():
-                if self._was_put(task, rows[i : i + 1], generations[i : i + 1], sources, lengths, i):
+                if self._was_put(write, i):
                     wrote[i] = DONE
         ended = np.flatnonzero(wrote != WAITS)
-        self._forget(task, rows[ended], generations[ended], own[ended])
+        self._forget(write.task, write.rows[ended], write.generations[ended], own[ended])
         return wrote
 
     def _may_wait_for_disk(self, durable: bool) -> None:
         """What follows waits for the store's journal, if it has one. Raises `ArgumentError` as `check_durable`."""
-        check_durable(self._native, durable)
-        if self._native.journal_state() is not None:
+        check_durable(self.native, durable)
+        if self.native.journal_state() is not None:
             about_to_wait()
 
-    def _was_put(self, task: int, row: Any, generation: Any, sources: Any, lengths: Any, i: int) -> bool:
-        """Whether a put took effect before the store was loaded: its claim is lost, and the row has the values."""
+    def _was_put(self, write: RowWrite, i: int) -> bool:
+        """Whether a put of a row took effect before the store was loaded: its claim is lost, and it has the values."""
+        task, row, generation = write.task, write.rows[i : i + 1], write.generations[i : i + 1]
         with self._lock:
             if self._loaded.get((task, int(row[0]))) != int(generation[0]):
                 return False
         names = list(self._plan.fields_of(task))
-        found = self._store.packed_reader(names).read(Keys.of_rows(row, generation, self._store.id))
+        found = self.store.packed_reader(names).read(Keys.of_rows(row, generation, self.store.id))
         if not names or found.torn().any() or found.unready().any():
             return False
         fields = list(self._plan.fields)
+        sources: Any = write.sources
         for number, values, sizes in sources:
             field, place = self._plan.fields[fields[number]], names.index(fields[number])
             items = np.ones(i + 1, np.int64)
             if field.axis is not None:
-                items = lengths[: i + 1, self._plan.axis(field.axis) - 1].astype(np.int64)
+                items = write.lengths[: i + 1, self._plan.axis(field.axis) - 1].astype(np.int64)
             first, last = int(items[:i].sum()), int(items.sum())
             if field.kind == "array":
                 run, first = (values[i], 0) if isinstance(values, list) else (values, first)
@@ -508,7 +389,7 @@ class PeerCalls:
 
     def _give_up(self, task: int, rows: Any, generations: Any, own: NDArray[np.uint16]) -> None:
         """Releases rows that lack what was appended to them. They are not the peer's any more, as `own` then says."""
-        self._native.release_rows(task, rows, generations, own)
+        self.native.release_rows(task, rows, generations, own)
         self._forget(task, rows, generations, own)
         own[:] = NO_CLAIM
 
@@ -564,40 +445,53 @@ class PeerCalls:
             return appended
         return [name for name in own if name not in appended and name != divider] if merges else own
 
-    def insert(
-        self, n: int, sources: Any, lengths: Any, priorities: Any, versions: Any, timeout_s: float, durable: bool
-    ) -> tuple[NDArray[np.uint32], NDArray[np.uint32]] | int:
-        """Inserts rows, all or none: their keys, or how many to insert first."""
-        self._check()
+    def insert_packed(
+        self,
+        call: CallNumber,
+        n: int,
+        sources: Any,
+        lengths: Any,
+        priorities: Any,
+        versions: Any,
+        timeout_s: float,
+        durable: bool,
+    ) -> InsertedRows | int:
+        """Inserts rows, all or none: their keys, or how many to insert first. `call` as for `once`."""
+        self.check()
         self._may_wait_for_disk(durable)
         within_s = timeout(timeout_s)
-        check_whole("n", n, 0, self._store.capacity)
+        check_whole("n", n, 0, self.store.capacity)
         self._check_values(list(self._plan.fields_of(0)), sources, lengths, n, None)
         until_s = time.monotonic() + within_s
-        wait_s = 0.0
-        while True:
-            try:
-                found = self._store.insert_together(
-                    n, list(sources), lengths, (priorities, versions), default_threads(None), wait_s, durable
-                )
-            except WaitTimeoutError:
-                left_s = until_s - time.monotonic()
-                if left_s <= 0 or self._ended:
-                    if self._store.limiter.state().enabled:
-                        raise
-                    raise self._store.waited_for_room(n, within_s) from None
-                if wait_s == 0:
-                    about_to_wait()
-                self._check()
-                wait_s = min(left_s, _LOOK_EVERY_S)
-                continue
-            return (found.row, found.generation) if isinstance(found, Keys) else found
+
+        def run() -> InsertedRows | int:
+            wait_s = 0.0
+            while True:
+                try:
+                    found = self.store.insert_together(
+                        n, list(sources), lengths, (priorities, versions), default_threads(None), wait_s, durable
+                    )
+                    return (found.row, found.generation) if isinstance(found, Keys) else found
+                except WaitTimeoutError:
+                    left_s = until_s - time.monotonic()
+                    if self.ended:
+                        raise PeerLostError("the connection of the client is lost") from None
+                    if left_s <= 0:
+                        if self.store.limiter.state().enabled:
+                            raise
+                        raise self.store.waited_for_room(n, within_s) from None
+                    if wait_s == 0:
+                        about_to_wait()
+                    self.check()
+                    wait_s = min(left_s, _LOOK_EVERY_S)
+
+        return self.once(call, run)
 
     # --- reading --------------------------------------------------------------------------------------------
 
     def read(self, names: Any, axes: Any, rows: Any, generations: Any) -> PackedReply:
         """Values of fields, and lengths of axes."""
-        self._check()
+        self.check()
         fields, others = self._fields(names), self._fields(axes)
         rows, generations = _claimed_rows(0, rows, generations)
         return self._packed(fields, others, rows, generations)
@@ -608,8 +502,8 @@ class PeerCalls:
         return list(names)
 
     def _packed(self, names: Sequence[str], axes: Sequence[str], rows: Any, generations: Any) -> PackedReply:
-        reader = self._store.packed_reader(names, axes)
-        found = reader.read(Keys.of_rows(rows, generations, self._store.id))
+        reader = self.store.packed_reader(names, axes)
+        found = reader.read(Keys.of_rows(rows, generations, self.store.id))
         values: dict[str, Any] = {}
         its: set[str] = set(axes)
         for place, name in enumerate(names):
@@ -627,45 +521,41 @@ class PeerCalls:
             task, row, generation, claim, fields: as there.
             version, known: as for `write`.
         """
-        self._check()
+        self.check()
         kinds = ((row, "u4"), (generation, "u4"), (claim, "u2"), (version, "i8"))
         rows, generations, claims, versions = (np.array([each], kind) for each, kind in kinds)
         own, found = self._mine(task, rows, generations, claims, versions)
         there = self._appended_before(task, rows, generations, own, found)
         if there is not None and there < known:
             self._give_up(task, rows, generations, own)
-        return self._native.appended_parts(task, row, generation, int(own[0]), list(fields))
+        return self.native.appended_parts(task, row, generation, int(own[0]), list(fields))
 
     def stale(self, rows: Any, generations: Any) -> NDArray[np.uint8]:
         """As the native `stale_rows`."""
-        self._check()
-        return self._native.stale_rows(rows, generations)
+        self.check()
+        return self.native.stale_rows(rows, generations)
 
     def lengths(self, rows: Any, generations: Any) -> Any:
         """As the native `lengths_of_rows`."""
-        self._check()
-        return self._native.lengths_of_rows(rows, generations)
+        self.check()
+        return self.native.lengths_of_rows(rows, generations)
 
     def ask(self, what: str, *given: Any) -> Any:
         """Figures of the store: calls of the native store that change nothing but the clock and the end of inserts."""
-        self._check()
+        self.check()
         if what not in ASKED:
             raise MessageError(f"a store is not asked for {shown(what)}")
-        return getattr(self._native, what)(*given)
+        return getattr(self.native, what)(*given)
 
     def lag(self, task: int) -> str:
         """As `Store.lag_before`."""
-        self._check()
+        self.check()
         if type(task) is not int or not 0 < task <= len(self._plan.tasks):
             raise ArgumentError(f"no task number {shown(task)}")
-        return self._store.lag_before(task)
+        return self.store.lag_before(task)
 
 
-#: What peers may call, and may ask for.
-CALLS = frozenset(
-    {"claim", "claim_loaded", "give_back", "release", "drop", "say_version", "write", "insert", "read", "appended"}
-    | {"stale", "lengths", "ask", "lag"}
-)
+#: What peers may ask for.
 ASKED = frozenset({"task_figures", "oldest_claim", "clock", "advance", "end_inserts", "occupancy", "check_in_flight"})
 
 
@@ -687,10 +577,18 @@ def _check_text(text: bytes, sizes: NDArray[np.uint32]) -> None:
         raise MessageError(f"text is sent as UTF-8: {error}") from None
 
 
-def _call_number(call: Any) -> tuple[int, int]:
-    if not isinstance(call, tuple) or len(call) != 2 or not all(type(each) is int for each in call):
-        raise MessageError("a write has the numbers of its client and of the call")
-    return call
+def _row_write(given: Any, versions: Any) -> RowWrite:
+    """What a peer writes, and to which rows; values are not checked. Raises `MessageError`."""
+    if not isinstance(given, tuple) or len(given) != len(RowWrite._fields):
+        raise MessageError("a write is a tuple of its arguments")
+    write = RowWrite(*given)
+    if type(write.how) is not int or write.how not in (PUT, APPEND, REWRITE):
+        raise MessageError("rows are put, appended to or rewritten")
+    if write.how == REWRITE:
+        _claimed_rows(write.task, write.rows, write.generations)
+        return write._replace(merges=False)
+    _claimed_rows(write.task, write.rows, write.generations, write.claims, versions)
+    return write._replace(merges=bool(write.merges))
 
 
 def _claimed_rows(task: Any, *columns: Any) -> tuple[Any, ...]:
@@ -704,4 +602,4 @@ def _claimed_rows(task: Any, *columns: Any) -> tuple[Any, ...]:
     return columns
 
 
-__all__ = ["PeerCalls", "PeerClaims", "ServedTasks"]
+__all__ = ["PeerCalls"]

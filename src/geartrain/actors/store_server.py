@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.actors.served_tasks import PeerCalls, PeerClaims, ServedTasks
+from geartrain.actors.served_tasks import PeerCalls
+from geartrain.actors.served_writes import PackedKeys, PeerHandle, PeerWrites, ServedStore, pack, unpack
 from geartrain.core.arguments import check_text, check_type, shown
 from geartrain.core.dtypes import DTYPES
-from geartrain.core.keys import Keys
 from geartrain.core.lifetime import Closing
 from geartrain.errors import ArgumentError, GeartrainError, MessageError, StoreClosedError
 from geartrain.replay.fetch import fetch
@@ -37,8 +37,6 @@ from geartrain.store.store import Store
 #: Seconds for which a numbered step waits for the one before it, which was sent first and comes first.
 _ORDER_S = 60.0
 
-#: Keys between peers: rows, generations, steps or None, the store's id or None.
-PackedKeys = tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32] | None, int | None]
 #: Rows that a recorder has completed, and keys with their environments.
 RecorderReply = tuple[int, PackedKeys | None, NDArray[np.uint32] | None]
 
@@ -82,7 +80,7 @@ class StoreServer(Closing, elsewhere="it serves a store of this process"):
         self.name = store.name if name is None else name
         check_text("name", self.name)
         self.node, self.store = node, store
-        self._entry = _Entry(store)
+        self._entry = ServedStore(store)
         with _lock:  # each line by itself is whole: a signal's handler may make and close servers in between
             if _served.setdefault(node, {}).setdefault(self.name, self._entry) is not self._entry:
                 raise ArgumentError(f"the node {node.name!r} serves a store {self.name!r} already")
@@ -95,43 +93,15 @@ class StoreServer(Closing, elsewhere="it serves a store of this process"):
             served = _served.get(self.node, {})
             if served.get(self.name) is self._entry:
                 served.pop(self.name, None)
-        if self._entry.tasks is not None:
-            self._entry.tasks.close()
+        self._entry.close()
 
     def __repr__(self) -> str:
         return f"<StoreServer of {self.store.name!r} as {self.name!r} at {self.node.name!r}>"
 
 
-class _Entry:
-    """A store that is served. Knows no node, which it would keep alive."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.tasks = None if store.plan is None else ServedTasks(store)
-
-
 _lock = threading.RLock()  # a signal's handler may come in between
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
-_served: weakref.WeakKeyDictionary[Node, dict[str, _Entry]] = weakref.WeakKeyDictionary()
-
-
-def pack(keys: Keys) -> PackedKeys:
-    """Keys of one store as plain values, without shards and draws."""
-    store = keys.store
-    if isinstance(store, np.ndarray):
-        stores = np.unique(store)
-        if len(stores) > 1:
-            raise ArgumentError(f"these keys are of {len(stores)} stores, and one of them is asked")
-        store = int(stores[0]) if len(stores) else None
-    return keys.row, keys.generation, keys.step, store
-
-
-def unpack(packed: Any) -> Keys:
-    """The same keys. Raises `MessageError` for anything else."""
-    if not isinstance(packed, tuple | list) or len(packed) != 4:
-        raise MessageError("keys are sent as rows, generations, steps and a store")
-    row, generation, step, store = packed
-    return Keys(row, generation, None, None, store, step)
+_served: weakref.WeakKeyDictionary[Node, dict[str, ServedStore]] = weakref.WeakKeyDictionary()
 
 
 # --- what peers call ------------------------------------------------------------------------------------------------
@@ -145,13 +115,13 @@ def _store_of(caller: Caller, name: str) -> Store:
     return _entry_of(caller, name).store
 
 
-def _entry_of(caller: Caller, name: str) -> _Entry:
+def _entry_of(caller: Caller, name: str) -> ServedStore:
     with _lock:
-        served = dict(_served.get(caller.node, {}))
-    if name not in served:
+        served = _served.get(caller.node, {})
+        if (found := served.get(name)) is not None:
+            return found
         known = ", ".join(map(repr, sorted(served))) or "none"
-        raise LookupError(f"{caller.node.name!r} serves no store {shown(name)}; it serves {known}")
-    return served[name]
+    raise LookupError(f"{caller.node.name!r} serves no store {shown(name)}; it serves {known}")
 
 
 @_called("describe")
@@ -166,18 +136,18 @@ def _describe(caller: Caller, name: str) -> dict[str, Any]:
     return {"id": store.id, "name": store.name, "fields": fields, **sizes, "plan": plan}
 
 
-@_called("tasks")
-def _tasks(caller: Caller, name: str, client: int) -> tuple[int, int, bool]:
-    entry = _entry_of(caller, name)
-    if entry.tasks is None:
-        raise ArgumentError(f"the store {entry.store.name!r} has neither axes nor strings nor tasks")
+@_called("open")
+def _open(caller: Caller, name: str, client: int) -> tuple[int, int, int, bool]:
+    """A connection's handle, the id of the client's outcomes, the store's id, and whether it has a journal."""
+    served = _entry_of(caller, name)
 
     def check() -> None:
-        if _entry_of(caller, name) is not entry:
+        if _entry_of(caller, name) is not served:
             raise LookupError("another store is served under that name")
 
-    journaled = entry.store.native.journal_state() is not None
-    return caller.keep(PeerClaims(PeerCalls(entry.tasks, client, check))), entry.store.id, journaled
+    calls = (PeerWrites if served.store.plan is None else PeerCalls)(served, client, check)
+    journaled = served.store.native.journal_state() is not None
+    return caller.keep(PeerHandle(calls)), calls.outcomes.id, served.store.id, journaled
 
 
 @_called("figures")
@@ -186,31 +156,9 @@ def _figures(caller: Caller, name: str) -> tuple[int, dict[str, int]]:
     return len(store), store.stats()
 
 
-@_called("insert")
-def _insert(caller: Caller, name: str, fields: Mapping[str, Any], given: Mapping[str, Any]) -> PackedKeys:
-    store = _store_of(caller, name)
-    store.check_plain("insert by a RemoteStore, which sends its rows packed")
-    allowed = {"lengths", "priorities", "versions", "casting", "durable"}
-    if not isinstance(fields, dict) or not isinstance(given, dict) or not set(given) <= allowed:
-        raise MessageError("an insert has arrays by field, and lengths, priorities, versions, casting and durable")
-    if store.native.journal_state() is not None or store.limiter.state().enabled:
-        about_to_wait()
-    return pack(store.insert(fields, **given))
-
-
 @_called("keys")
 def _keys(caller: Caller, name: str) -> PackedKeys:
     return pack(_store_of(caller, name).keys())
-
-
-@_called("update_priorities")
-def _update_priorities(caller: Caller, name: str, keys: PackedKeys, priorities: Any) -> int:
-    return _store_of(caller, name).update_priorities(unpack(keys), priorities)
-
-
-@_called("delete")
-def _delete(caller: Caller, name: str, keys: PackedKeys) -> int:
-    return _store_of(caller, name).delete(unpack(keys))
 
 
 @_called("fetch")

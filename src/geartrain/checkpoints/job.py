@@ -187,8 +187,12 @@ def save_checkpoint(
         if state is not None:
             raise ArgumentError("save_checkpoint takes the replay or its state, not both: leave out state=")
         state = replay.state_dict()
+
+    def request() -> SaveRequest:
+        return save_request(store, root, step, shard, state, keep, companions)
+
     with _joined(group, timeout_s) as ranks:
-        saved = _save(ranks, root, store, step, shard, state, keep, companions, timeout_s, progress)
+        saved = _save(ranks, root, store, request, companions, timeout_s, progress)
     if replay is not None and state is not None and replay.keeps_rows and state["step"] > 0:
         replay.saved(state["step"] - 1)
     return saved
@@ -198,21 +202,14 @@ def _save(
     ranks: RankGroup,
     root: Path,
     store: Store,
-    step: int | None,
-    shard: tuple[int, int] | None,
-    state: Mapping[str, Any] | None,
-    keep: int,
+    request: Callable[[], SaveRequest],
     companions: Sequence[str],
     timeout_s: float,
     progress: bool,
 ) -> Saved:
     """The phases of `save_checkpoint`."""
     began_s = time.monotonic()
-    asked = f"saving shards to {root}"
-
-    all_here = _run_phase(
-        ranks, asked, lambda: save_request(store, root, step, shard, state, keep, companions), timeout_s
-    )
+    all_here = _run_phase(ranks, f"saving shards to {root}", request, timeout_s)
     here = all_here[ranks.rank]
     members = shard_ranks(all_here)
     check_save_requests(all_here, members)
@@ -248,7 +245,7 @@ def _save(
     record = _new_record(all_here, [entries[group[0]] for group in members], store)
     final = place / (f"replay.{record['id']}.json" if seen else "replay.json")
     _run_phase(ranks, doing, (lambda: write_record(final, record, ranks.rank)) if writes else _nothing, timeout_s)
-    kept = {here.step, *sorted({n for n, _ in common if n != here.step}, reverse=True)[: keep - 1]}
+    kept = {here.step, *sorted({n for n, _ in common if n != here.step}, reverse=True)[: here.keep - 1]}
 
     def clean_up() -> None:
         replace_record(final, {entry["directory"] for entry in record["shards"]})
@@ -316,16 +313,19 @@ def load_checkpoint(
     check_flag("progress", progress)
     root = check_path("directory", directory).absolute()
     how = LoadOptions(reshard, together, capacity, part, adopt)
+    unknown = set(options) - {"persist", "reserve"}
+
+    def request() -> LoadRequest:
+        return load_request(root, check_name(name), shard, step, how, unknown)
+
     with _joined(group, timeout_s) as ranks:
-        return _load(ranks, root, name, shard, step, how, timeout_s, progress, options)
+        return _load(ranks, root, request, how, timeout_s, progress, options)
 
 
 def _load(
     ranks: RankGroup,
     root: Path,
-    name: str | os.PathLike[str],
-    shard: tuple[int, int] | None,
-    step: int | None,
+    request: Callable[[], LoadRequest],
     how: LoadOptions,
     timeout_s: float,
     progress: bool,
@@ -333,14 +333,8 @@ def _load(
 ) -> tuple[Store, dict[str, Any] | None, Loaded]:
     """The phases of `load_checkpoint`, begun again where the step that was chosen is removed meanwhile."""
     began_s = time.monotonic()
-    unknown = set(options) - {"persist", "reserve"}
     for left in reversed(range(_MOST_TRIES)):
-        everyone = _run_phase(
-            ranks,
-            f"looking for steps in {root}",
-            lambda: load_request(root, check_name(name), shard, step, how, unknown),
-            timeout_s,
-        )
+        everyone = _run_phase(ranks, f"looking for steps in {root}", request, timeout_s)
         check_load_requests(everyone)
         number, identity = newest_common(root, everyone)
         load = _ShardLoad(everyone, ranks.rank, root, (number, identity), how, progress, options)

@@ -207,7 +207,7 @@ class HostStages:
         operation = piece.operation
         every = self._segments(piece, stage)
         own = [every[self.place]]
-        native = stage.native.run(
+        native = stage.native.exchange(
             COLLECTIVES[collective],
             every if which == 0 else own,
             own if which == 0 else every,

@@ -227,7 +227,7 @@ class Session:
             )
         else:
             asked = work.exchange
-            native = self.native.run(
+            native = self.native.exchange(
                 COLLECTIVES[asked.collective],
                 asked.sends,
                 asked.receives,

@@ -57,8 +57,6 @@ def pick_shares(
         if shares == "equal" or algorithm == "ring":
             return (*(1.0 / world_size,) * world_size, *(0.0,) * reducers)
         if rates is None:
-            rates = _native.equal_rates(world_size, list(addresses))
-        given_rates = _numbers("rates", rates, world_size, reducers)
-        # The size of the array changes the time, not the shares.
-        return tuple(_native.plan_shares(given_rates[:world_size], given_rates[world_size:], 1e9)[0])
+            return tuple(_native.shares_of_equal_links(world_size, list(addresses)))
+        return tuple(_native.plan_shares(world_size, _numbers("rates", rates, world_size, reducers)))
     return tuple(_numbers("shares", shares, world_size, reducers))

@@ -40,7 +40,7 @@ class Pending(Protocol):
 
 
 class Work(Uncopied, elsewhere="wait for it, and send its result"):
-    """An operation in progress. Its arrays belong to the group until it is done.
+    """An operation in progress. Its arrays belong to the group until it is done. Its group ends it, not a `Lifetime`.
 
     `Group.all_reduce_async` and its siblings return it.
 

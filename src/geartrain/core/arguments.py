@@ -15,12 +15,13 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+from geartrain.core.extras import require_torch
 from geartrain.errors import ArgumentError, SchemaError
 
 P = ParamSpec("P")
@@ -216,9 +217,8 @@ def check_text(what: str, value: Any, *, empty: bool = False) -> str:
     return value
 
 
-def check_choice(what: str, value: Any, choices: Iterable[str]) -> str:
+def check_choice(what: str, value: Any, choices: Collection[str]) -> str:
     """The value, once it is one of the choices."""
-    choices = list(choices)
     if not isinstance(value, str) or value not in choices:
         raise ArgumentError(
             f"{what} is one of {', '.join(map(repr, choices))}, found {shown(value)}{did_you_mean(value, choices)}"
@@ -399,6 +399,14 @@ def check_store(store: Any) -> None:
         )
 
 
+def check_output(what: str, value: Any) -> Literal["torch", "numpy"]:
+    """The kind of a batch's arrays, once this process can make them: tensors need torch."""
+    if check_choice(what, value, ("torch", "numpy")) == "numpy":
+        return "numpy"
+    require_torch("a batch of tensors", "; output='numpy' makes arrays")
+    return "torch"
+
+
 def shown(value: object) -> str:
     """A value as text for an error message. Long values are cut, and whole numbers of any size are shown."""
     try:
@@ -418,6 +426,8 @@ def timeout(timeout_s: float, name: str = "timeout_s") -> float:
 
 #: Options that many doors have.
 FLAG = checked(check_flag)
+OUTPUT = checked(check_output)
+PAD = checked(check_choice, ("left", "right"))
 SECONDS = checked(lambda what, value: timeout(value, what))
 SEED = checked(check_whole, 0, 2**64 - 1)
 THREADS = checked(check_whole, 1, MAX_THREADS)

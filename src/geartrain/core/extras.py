@@ -1,10 +1,13 @@
-"""Checks for optional packages. The error names the extra of geartrain that installs the missing package."""
+"""Optional packages, imported on use. The error for a missing one has the line that installs it."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+import shlex
 import sys
+from types import ModuleType
 
 from geartrain.errors import MissingDependencyError
 
@@ -28,3 +31,22 @@ def require_torch(what: str, instead: str = "") -> None:
     found = sys.modules["torch"] is not None if "torch" in sys.modules else _is_installed("torch")
     if not found:
         raise MissingDependencyError(f"{what} needs torch: pip install 'geartrain[torch]'{instead}")
+
+
+def require(module: str, install: str, purpose: str) -> ModuleType:
+    """An optional package, imported now.
+
+    Args:
+        module: name of the module.
+        install: what `pip install` takes, such as "geartrain[parquet]".
+        purpose: what needs it, for the error.
+
+    Raises:
+        MissingDependencyError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{purpose} needs {module.partition('.')[0]} ({error}): pip install {shlex.quote(install)}"
+        ) from error

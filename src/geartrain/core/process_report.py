@@ -17,7 +17,6 @@ The environment variable GEARTRAIN_REPORT_S sets the period in seconds. 0 disabl
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import math
@@ -31,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from geartrain.core.lifetime import on_error
+from geartrain.core.lifetime import living, on_error
 from geartrain.core.processes import at_end_of_forked_child, process_state
 from geartrain.core.shared_files import leftovers, open_shared, segments_directory, shared_files
 from geartrain.core.threads import DaemonThread, ReentrantEvent
@@ -407,8 +406,7 @@ def _command() -> str:
 
 
 _reporter = _Reporter()
-os.register_at_fork(after_in_child=_reporter.reset)
-atexit.register(_reporter.close)
+living(_Reporter.reset, _Reporter.close).add(_reporter)
 
 __all__ = [
     "FORMAT",

@@ -217,6 +217,26 @@ def spanned_field(shape: tuple[int, ...], dtype: str, axis: str | None, divides:
     return Field(shape if axis is None else (axis, *shape), dtype, per_row=axis is None, divides=divides)
 
 
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by dotted names as nested dicts: "obs.x" is `tree["obs"]["x"]`.
+
+    Raises:
+        ArgumentError: a field's name is the beginning of another's.
+    """
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        at = tree
+        *parents, last = name.split(".")
+        for part in parents:
+            at = at.setdefault(part, {})
+            if type(at) is not dict:
+                raise ArgumentError(f"the field {name!r} would be nested in the field {part!r}: rename one of them")
+        if last in at:
+            raise ArgumentError(f"other fields would be nested in the field {name!r}: rename one of them")
+        at[last] = leaf
+    return tree
+
+
 def of_field(name: str, error: SchemaError) -> SchemaError:
     """The error of a field's shape, dtype or values with the field's name in front."""
     return type(error)(f"field {name!r}: {error}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from geartrain.errors import ArgumentError, MissingDependencyError
+from geartrain.core.extras import require
+from geartrain.errors import ArgumentError
 
 if TYPE_CHECKING:
     from geartrain.replay.batch import Batch
@@ -25,10 +26,7 @@ def as_cupy(batch: Batch) -> dict[str, Any]:
         MissingDependencyError: CuPy is not installed.
         ArgumentError: the batch is in host memory.
     """
-    try:
-        import cupy
-    except ImportError:
-        raise MissingDependencyError("CuPy arrays need cupy: pip install cupy-cuda12x, or as fits your CUDA") from None
+    cupy = require("cupy", "cupy-cuda12x", "A CuPy array (cupy-cuda12x or as fits your CUDA)")
     arrays = {}
     value: Any
     for name, value in batch.as_dict().items():

@@ -23,7 +23,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import IO, Any
 
 import geartrain.launch.actor_process as actor_process
@@ -35,7 +34,7 @@ from geartrain.core.arguments import (
     default_threads,
 )
 from geartrain.core.counters import SharedCounters
-from geartrain.core.lifetime import Uncopied, on_error
+from geartrain.core.lifetime import Lifetime, on_error
 from geartrain.core.process_report import register
 from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ActorDiedError, ArgumentError, StoreClosedError
@@ -56,12 +55,12 @@ BARREN_DEATHS = 3
 _log = logging.getLogger(__name__)
 
 
-class ActorPool(Uncopied, elsewhere="it supervises processes of this one"):
-    """Processes that run actors until the pool is stopped.
+class ActorPool(Lifetime, elsewhere="it supervises processes of this one", at_exit=True):
+    """Processes that run actors until the pool is closed.
 
-    As a context manager, the pool stops its actors at the end of the block. They end their episodes and keep the steps.
-    Any thread may call `stop`, more than once. The pool belongs to the process that made it: in a forked child `stop`
-    does nothing.
+    As a context manager, the pool closes at the end of the block, and the interpreter closes it at exit. The actors end
+    their episodes and keep the steps. The pool belongs to the process that made it: in a forked child `close` does
+    nothing.
 
     Args:
         store: the store that they write to; they open it by its name.
@@ -109,6 +108,7 @@ class ActorPool(Uncopied, elsewhere="it supervises processes of this one"):
         check_whole("max_restarts", max_restarts, 0, 2**31)
         default_threads(threads)
         check_steps(publish_every, overlap, store.max_length)
+        super().__init__(f"the actor pool of store {store.name!r}")
         self.store = store
         self.actors = actors
         self.restarts = 0
@@ -129,9 +129,7 @@ class ActorPool(Uncopied, elsewhere="it supervises processes of this one"):
         self._failed: BaseException | None = None
         self._start_error: BaseException | None = None
         self._stop_at_s: float | None = None
-        self._stopping = threading.RLock()  # a signal's handler may stop it while its thread does
-        self._stopped = False
-        self._pid = os.getpid()
+        self._closing = threading.RLock()  # a signal's handler may close it while its thread does
         self._started = ReentrantEvent()
         # One thread starts, watches and reaps all: the kernel kills them when that thread ends.
         self._thread = DaemonThread(self._supervise, "geartrain-actors")
@@ -139,14 +137,15 @@ class ActorPool(Uncopied, elsewhere="it supervises processes of this one"):
             self._writers = store.expect_writers()
             with on_error(self._writers.close):  # no more threads
                 self._thread.start()
-        with on_error(self.stop):  # KeyboardInterrupt
+        with on_error(self.close):  # KeyboardInterrupt
             self._started.wait()
         if self._start_error is not None:
             self._thread.join()
             self._writers.close()
             self.counters.close()
             raise self._start_error
-        with on_error(self.stop):  # a setting that cannot be used
+        with on_error(self.close):  # a setting that cannot be used
+            self._begin()
             register(self, "pool", _figures)
 
     def stats(self) -> dict[str, Any]:
@@ -183,7 +182,7 @@ class ActorPool(Uncopied, elsewhere="it supervises processes of this one"):
         if self._failed is not None:
             raise self._failed
 
-    def stop(self, timeout_s: float = STOP_S) -> None:
+    def close(self, timeout_s: float = STOP_S) -> None:
         """Ends all actors: each after its present step, by SIGTERM after half of `timeout_s`, by SIGKILL at its end.
 
         SIGTERM raises SystemExit in an actor that is still starting, or in a step. Its unpublished steps are then lost.
@@ -192,10 +191,10 @@ class ActorPool(Uncopied, elsewhere="it supervises processes of this one"):
         Args:
             timeout_s: time until the last actor is killed, in seconds.
         """
-        if self._pid != os.getpid():
+        if self._forked:
             return
-        with self._stopping:  # a second caller returns when they have ended
-            if self._stopped:
+        with self._closing:  # a second caller returns when they have ended
+            if not self._unended:
                 return
             self._ask_to_stop(timeout_s)
             self._supervisor.wake()
@@ -204,16 +203,11 @@ class ActorPool(Uncopied, elsewhere="it supervises processes of this one"):
                 self.store.reap()
             self._writers.close()
             self.counters.close()
-            self._stopped = True
+            self._end()
 
-    def __enter__(self) -> ActorPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-        if kind is None:
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+        if raised[0] is None:
             self.check()
 
     def _ask_to_stop(self, timeout_s: float) -> None:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 import numpy as np
 
 from geartrain.core.arguments import check_flag, check_type, did_you_mean, shown
+from geartrain.core.extras import require
 from geartrain.core.keys import Keys
-from geartrain.errors import ArgumentError, FieldError, MissingDependencyError
+from geartrain.core.schema import nested
+from geartrain.errors import ArgumentError, FieldError
 from geartrain.store.recorder import REPEATS
 
 if TYPE_CHECKING:
@@ -217,26 +219,13 @@ class Batch(_WeaklyReferable):
                 another field is nested in.
             MissingDependencyError: tensordict is not installed.
         """
-        try:
-            from tensordict import TensorDict
-        except ImportError as error:
-            raise MissingDependencyError(f"pip install tensordict ({error})") from None
+        tensordict = require("tensordict", "tensordict", "A TensorDict")
         if self.cu_seqlens is not None:
             raise ArgumentError("packed fields have steps as their first axis, no rows: to_tensordict needs windows")
         import torch
 
-        root: dict[str, Any] = {}
-        for name, array in self.as_dict().items():
-            at = root
-            *parents, last = name.split(".")
-            for part in parents:
-                at = at.setdefault(part, {})
-                if not isinstance(at, dict):
-                    raise ArgumentError(f"{name!r} would be nested in the entry {part!r}, which is an array")
-            if last in at:
-                raise ArgumentError(f"the entry {name!r} would have others nested in it, as their names have dots")
-            at[last] = torch.as_tensor(array)
-        return TensorDict(root, batch_size=[len(self)])
+        tensors = {name: torch.as_tensor(array) for name, array in self.as_dict().items()}
+        return tensordict.TensorDict(nested(tensors), batch_size=[len(self)])
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}: {tuple(array.shape)} {array.dtype}" for name, array in self.fields.items())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -106,14 +107,8 @@ class StartedBatch(Protocol):
         ...
 
 
-Started = TypeVar("Started", bound=StartedBatch)
-
-
-class RowSource(Protocol[Started]):
+class RowSource(ABC):
     """Source of the batches of a `BatchBuilder`.
-
-    There are three: the stores of this process (local_rows.py), the same read by a device (device/device_rows.py), and
-    the shards of many ranks (distributed/rank_rows.py).
 
     `start` and `finish` are called on one thread at a time, the prefetch thread if there is one. The consumer's thread
     calls the other methods while no batch is being built. It may call `submit_updates`, `stats`, `describe`, `abort`
@@ -134,73 +129,77 @@ class RowSource(Protocol[Started]):
     samplers: list[StoreSampler]
     store_ids: list[int]
     rows: int
-    update_lag: int | None
-    overlaps: bool
-    collective: bool
+    update_lag: int | None = None
+    overlaps = False
+    collective = False
 
     @property
-    def callbacks(self) -> Sequence[str]:
+    @abstractmethod
+    def callbacks(self) -> list[str]:
         """The parts of a batch that Python code is called for, by name."""
-        ...
 
     def enter(self) -> None:
         """Called first on a prefetch thread."""
-        ...
+        return
 
-    def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> Started:
-        """Applies the updates that are due, and draws and reads the batch of a step: all of it unless `overlaps`.
+    @abstractmethod
+    def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> Any:
+        """Applies the updates that are due, and draws and reads the batch of a step.
 
         Updates that have reached their stores, or wait there, are taken out of the list: they are not given again when
         the batch fails.
 
         Args:
             admission: to which what rate limiters admit is added, by now or by the end of `finish`.
+
+        Returns:
+            A `BuiltBatch`; where the source `overlaps`, a `StartedBatch`.
         """
-        ...
 
-    def ready(self, started: Started) -> bool:
+    def ready(self, started: Any) -> bool:
         """Whether `finish` would not wait for other ranks; waits a little for them. What it raises `finish` raises."""
-        ...
+        return True
 
-    def finish(self, started: Started) -> BuiltBatch:
+    def finish(self, started: Any) -> BuiltBatch:
         """The batch, once all of its rows are known to be whole. Called where `overlaps`."""
-        ...
+        built: BuiltBatch = started
+        return built
 
+    @abstractmethod
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         """Applies priorities and returns how many rows were gone; None where `start` or `settle` is to get them.
 
         Raises:
             ArgumentError: a priority that is not finite, or keys of other stores.
         """
-        ...
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """Applies all updates that wait, and these. Collective where `start` is."""
-        ...
+        return
 
     def restart(self) -> None:
         """The next batch is the first one of a new run: it sees all updates that were given by then."""
-        ...
+        return
 
     def rewind(self) -> None:
         """Forgets what later batches have used, and updates that wait, before the state of an earlier one is loaded."""
-        ...
+        return
 
     def stats(self, make_s: float) -> dict[str, Any]:
         """Figures beside those of all sources, whose batches took so many seconds."""
-        ...
+        return {}
 
     def describe(self) -> list[dict[str, Any]]:
         """For each store, how its rows come to a device; empty for host memory."""
-        ...
+        return []
 
     def abort(self, reason: str) -> None:
         """Leaves at once, and tells other ranks why."""
-        ...
+        return
 
+    @abstractmethod
     def close(self) -> None:
         """Releases devices and segments, and leaves other ranks in good order."""
-        ...
 
 
 class BatchBuilder:
@@ -215,7 +214,7 @@ class BatchBuilder:
         transform: called with each batch; its result is delivered.
     """
 
-    def __init__(self, source: RowSource[Any], transform: Callable[[Batch], Any] | None = None) -> None:
+    def __init__(self, source: RowSource, transform: Callable[[Batch], Any] | None = None) -> None:
         self.source = source
         self.samplers = source.samplers
         self.store_ids = source.store_ids
@@ -223,15 +222,13 @@ class BatchBuilder:
         self.update_lag = source.update_lag
         self.overlaps = source.overlaps
         self.collective = source.collective
-        #: The source's own: consumers call it as often as they ask for batches.
-        self.submit_updates: Callable[..., int | None] = source.submit_updates
+        # The source's own.
+        self.submit_updates, self.settle = source.submit_updates, source.settle
+        self.enter, self.restart, self.rewind = source.enter, source.restart, source.rewind
+        self.describe, self.abort, self.close = source.describe, source.abort, source.close
         self._transform = transform
         self._make_s = 0.0
         self._built = 0
-
-    def enter(self) -> None:
-        """Called first on a prefetch thread."""
-        self.source.enter()
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> Any:
         """Starts the batch of a step. All but the transform is done when this returns, unless `overlaps`."""
@@ -277,15 +274,6 @@ class BatchBuilder:
                 sampler.stage = "idle"
         built.make_s += time.perf_counter() - began_s
 
-    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
-        self.source.settle(step, updates)
-
-    def restart(self) -> None:
-        self.source.restart()
-
-    def rewind(self) -> None:
-        self.source.rewind()
-
     def stats(self) -> dict[str, Any]:
         callbacks = [*self.source.callbacks, *([] if self._transform is None else ["transform"])]
         return {
@@ -295,15 +283,6 @@ class BatchBuilder:
             **self.source.stats(self._make_s),
             "path": f"native, calls {', '.join(dict.fromkeys(callbacks))}" if callbacks else "native",
         }
-
-    def describe(self) -> list[dict[str, Any]]:
-        return self.source.describe()
-
-    def abort(self, reason: str) -> None:
-        self.source.abort(reason)
-
-    def close(self) -> None:
-        self.source.close()
 
 
 def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step: int) -> int:

@@ -40,7 +40,7 @@ def open_builder(
     if config.transform is not None and config.device is not None:
         raise ArgumentError("transforms are of batches in host memory: leave out device")
     check_keep(config.keep, stores, selection, config.batch_size)
-    packed = check_packed(stores, selection, config, mesh is not None)
+    packed = check_packed(stores, selection, config)
     of_job = group is not None or mesh is not None or config.update_lag is not None
     check_epochs(
         stores,

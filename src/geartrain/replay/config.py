@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from geartrain.core.arguments import (
+    OUTPUT,
     SEED,
     Options,
     check_names_of,
@@ -77,7 +78,7 @@ class ReplayConfig(Options):
     pad: Pad
     first_only: Sequence[str]
     prefetch: int = field(metadata=checked(check_whole, 0, MAX_PREFETCH))
-    output: As
+    output: As = field(metadata=OUTPUT)
     num_batches: int | None
     min_rows: int | None
     min_steps: int | None

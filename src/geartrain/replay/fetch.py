@@ -22,6 +22,7 @@ from geartrain.core.arguments import (
     at_most_one,
     check_array,
     check_choice,
+    check_output,
     default_threads,
     leave_out,
 )
@@ -33,16 +34,15 @@ from geartrain.replay.device.options import Path
 from geartrain.replay.fetch_plan import (
     As,
     FetchedRows,
-    FetchPlan,
     Pad,
     check_same_schema,
     fetch_rows,
+    plan_given,
 )
 from geartrain.replay.fetchers import fetcher_of
 from geartrain.replay.native_batch import fetched_batch
 from geartrain.replay.packed_batch import fetch_packed
 from geartrain.replay.windows import Windows, as_windows
-from geartrain.store.packed import check_output
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def fetch(
         leave_out(why, **placed, out=out, path=path != "auto" and path)
         keys.check_store(store.id, store.name)
         reader_of = functools.partial(store.packed_reader, threads=default_threads(threads))
-        return fetch_packed(reader_of, store.plan, keys, fields, check_output(output), on_stale)
+        return fetch_packed(reader_of, store.plan, keys, fields, check_output("output", output), on_stale)
     if isinstance(store, Store) and out is None and ends is None and starts is None and path == "auto":
         found = _fetch_plainly(store, keys, fields, window, pad, output, threads)
         if found is not None:
@@ -156,7 +156,7 @@ def fetch(
         if each.closed:
             raise StoreClosedError(f"the store {each.name!r} was closed")
     windows = _told_windows(window, ends, starts)
-    plans = [FetchPlan.make(each, fields, windows, pad, output, threads) for each in stores]
+    plans = [plan_given(each, fields, windows, pad, output, threads) for each in stores]
     told = ends if starts is None else starts
     if told is None and windows is not None and windows.at in ("any", "episode"):
         told = keys.step

@@ -15,7 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_choice, check_names_of, check_type, default_threads, is_masked, leave_out
+from geartrain.core.arguments import (
+    PAD,
+    check_names_of,
+    check_output,
+    check_type,
+    default_threads,
+    is_masked,
+    leave_out,
+)
 from geartrain.core.dtypes import (
     DTYPES,
     as_raw,
@@ -26,7 +34,6 @@ from geartrain.core.dtypes import (
     numpy_dtype,
     torch_dtype,
 )
-from geartrain.core.extras import require_torch
 from geartrain.core.keys import Keys
 from geartrain.core.torch_operators import find_operators
 from geartrain.errors import ArgumentError
@@ -43,7 +50,7 @@ class BatchFields:
 
     Attributes:
         names: of the fields.
-        places: of each in the batch.
+        places: of each in the native batch.
         output: "torch" or "numpy".
         per_step: whether keys name steps.
     """
@@ -122,19 +129,20 @@ class FetchPlan(BatchFields):
         threads: int | None,
         first_only: Sequence[str] = (),
     ) -> FetchPlan:
-        """A plan, once everything asked for makes sense; raises `FieldError` or `ArgumentError` otherwise."""
+        """A plan, once the store has what is asked for. `pad` and `output` have been checked.
+
+        Raises:
+            ArgumentError, FieldError: fields or windows that do not fit the store.
+        """
         schema = store.fields
         names = list(schema if fields is None else check_names_of("fields", fields))
         for name in names:
             store.field_number(name)
         windows = as_windows(window)
-        check_choice("pad", pad, ("left", "right"))
         if windows is not None and windows.offsets is not None:
             leave_out("steps with offsets are padded where they are missing", pad=pad != "left" and pad)
         taken = steps_taken(store, names, windows, first_only)
-        check_choice("output", output, ("torch", "numpy"))
         if output == "torch":
-            require_torch("a batch of tensors", "; output='numpy' makes arrays")
             find_operators()
         for name in names:
             (torch_dtype if output == "torch" else numpy_dtype)(DTYPES[schema[name].dtype])
@@ -274,6 +282,18 @@ class FetchPlan(BatchFields):
         return outputs
 
 
+def plan_given(
+    store: Store,
+    fields: Sequence[str] | None,
+    window: int | Windows | None,
+    pad: Pad,
+    output: As,
+    threads: int | None,
+) -> FetchPlan:
+    """The plan of a fetch, whose arguments are checked here; a replay's are in the classes of its options."""
+    return FetchPlan.make(store, fields, window, PAD("pad", pad), check_output("output", output), threads)
+
+
 class FetchedRows(NamedTuple):
     """A fetched batch as the native layer hands it over: NumPy arrays of raw dtypes."""
 
@@ -357,4 +377,4 @@ def check_same_schema(plans: Sequence[FetchPlan]) -> None:
             )
 
 
-__all__ = ["As", "BatchFields", "FetchPlan", "FetchedRows", "Pad", "check_same_schema", "fetch_rows"]
+__all__ = ["As", "BatchFields", "FetchPlan", "FetchedRows", "Pad", "check_same_schema", "fetch_rows", "plan_given"]

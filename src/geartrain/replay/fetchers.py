@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import geartrain._native as _native
-from geartrain.replay.fetch_plan import As, BatchFields, FetchPlan, Pad
+from geartrain.replay.fetch_plan import As, BatchFields, Pad, plan_given
 from geartrain.store.store import Store
 
 #: Of a handle; all are made again after that. A program has a few kinds of fetches.
@@ -35,7 +35,7 @@ class _Fetchers(dict[object, Fetcher]):
 def fetcher_of(
     store: Store, fields: Sequence[str] | None, window: int | None, pad: Pad, output: As, threads: int | None
 ) -> Fetcher:
-    """The fetcher of whole rows, or of windows up to the rows' last steps; arguments and errors as of `FetchPlan.make`.
+    """The fetcher of whole rows, or of windows up to the rows' last steps; arguments and errors as of `plan_given`.
 
     Cost: a look into a dict where one of this kind has been made.
     """
@@ -58,7 +58,7 @@ def fetcher_of(
         asked = None
     known = None if asked is None else kept.get(asked)
     if known is None:
-        plan = FetchPlan.make(store, fields, window, pad, output, threads)
+        plan = plan_given(store, fields, window, pad, output, threads)
         native = _native.RowFetcher(
             store.native, plan.numbers, plan.window, plan.pad_left, 0 if threads is None else plan.threads
         )

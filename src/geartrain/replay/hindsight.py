@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+import geartrain._native as _native
 from geartrain.core.arguments import (
     Options,
     check_array,
@@ -129,14 +130,6 @@ class Hindsight(Options):
         return achieved, desired
 
 
-class GatheredFields(Protocol):
-    """A batch whose arrays can be changed."""
-
-    def field(self, place: int, /) -> NDArray[Any]:
-        """The array at a place, as it is stored."""
-        ...
-
-
 class Relabeller:
     """Rewards and ends of the transitions of a batch that have other goals.
 
@@ -162,7 +155,7 @@ class Relabeller:
         self._arrays = arrays
         self._show = show
 
-    def relabel(self, batch: GatheredFields) -> None:
+    def relabel(self, batch: _native.SampledBatch) -> None:
         """Sets what follows from the goals.
 
         Raises:
@@ -179,7 +172,7 @@ class Relabeller:
             batch.field(self._arrays["terminated"])[which] = ended
             batch.field(self._arrays["discount"])[which] = np.where(ended, np.float32(0), self._gamma)
 
-    def _goals(self, batch: GatheredFields, name: str, which: NDArray[np.intp]) -> NDArray[Any]:
+    def _goals(self, batch: _native.SampledBatch, name: str, which: NDArray[np.intp]) -> NDArray[Any]:
         array = self._show(batch.field(self._arrays[name]))
         return array[which, -1] if self._stacked else array[which]
 
@@ -203,4 +196,4 @@ def native_goals(
     return (_STRATEGIES[hindsight.strategy], hindsight.k, names.index(goals[0]), names.index(goals[1]))
 
 
-__all__ = ["RELABELLED", "GatheredFields", "GoalFunction", "GoalStrategy", "Hindsight", "Relabeller", "native_goals"]
+__all__ = ["RELABELLED", "GoalFunction", "GoalStrategy", "Hindsight", "Relabeller", "native_goals"]

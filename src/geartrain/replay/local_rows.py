@@ -17,13 +17,15 @@ from geartrain.replay.admission import Admission
 from geartrain.replay.builder import (
     BuiltBatch,
     PriorityUpdate,
+    RowSource,
     State,
     apply_updates,
     check_priorities,
     places_of,
 )
+from geartrain.replay.fetch_plan import BatchFields
 from geartrain.replay.later_updates import LaterUpdates
-from geartrain.replay.native_batch import BatchPlan, global_batch, keys_of, native_batch
+from geartrain.replay.native_batch import global_batch, keys_of, native_batch
 from geartrain.replay.packed_batch import numbered, packed_batch, repeated_probability
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together
@@ -35,7 +37,7 @@ from geartrain.store.priorities import check_keys_of
 _OF_RANKS = dict.fromkeys(("sent_bytes", "received_bytes", "selection_bytes", "select_s", "exchange_s"), 0)
 
 
-class LocalRows:
+class LocalRows(RowSource):
     """Draws and reads batches from the stores of this process; see `RowSource`.
 
     With a number as `update_lag` the batches are the same as on any number of ranks. They are global batches, and their
@@ -53,9 +55,6 @@ class LocalRows:
         mixed: whether batches are a mixture's.
     """
 
-    overlaps = False
-    collective = False
-
     def __init__(
         self,
         samplers: list[StoreSampler],
@@ -72,7 +71,7 @@ class LocalRows:
         self.mixed = selection is not samplers[0].strategy
         self._selection = selection
         self._transitions = samplers[0].transitions
-        self._shown: BatchPlan = self._transitions or samplers[0].plan
+        self._shown: BatchFields = self._transitions or samplers[0].plan
         self._make_batch = native_batch if update_lag is None else global_batch
         self._group = group
         self._only = self.store_ids[0] if len(samplers) == 1 else None
@@ -90,9 +89,6 @@ class LocalRows:
     @property
     def callbacks(self) -> list[str]:
         return [name for sampler in self.samplers for name in sampler.callbacks]
-
-    def enter(self) -> None:
-        pass
 
     # --- a batch ------------------------------------------------------------------------------------------------
 
@@ -154,12 +150,6 @@ class LocalRows:
                 first += quota
         return state
 
-    def ready(self, started: BuiltBatch) -> bool:
-        return True
-
-    def finish(self, started: BuiltBatch) -> BuiltBatch:
-        return started
-
     # --- priorities, state, leaving -------------------------------------------------------------------------------
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
@@ -207,9 +197,6 @@ class LocalRows:
         if self.samplers[0].packed is not None:
             return {**figures, "local_bytes": self._packed_bytes, "balance": 1.0, "balance_newest": 1.0}
         return {**figures, "local_bytes": self._read * sum(self.samplers[0].arrays.values())}
-
-    def describe(self) -> list[dict[str, Any]]:
-        return []
 
     def abort(self, reason: str) -> None:
         """The segments stay where a group is left so."""

@@ -6,8 +6,8 @@ A consumer that reads two of ten fields pays for two. The cost of a batch in Pyt
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,43 +15,9 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.replay.batch import Array, Batch, unknown_field
+from geartrain.replay.fetch_plan import BatchFields
 
 _METADATA = ("mask", "start", "length", "version", "probability", "importance_weights")
-
-
-class BatchPlan(Protocol):
-    """Names and kind of a native batch's arrays: a `FetchPlan`, or a `TransitionPlan`.
-
-    Attributes:
-        names: names of the fields.
-        places: index of each field in the native batch.
-        from_dlpack: function that makes a tensor of a DLPack capsule; None for arrays.
-        exchanged: places of the fields with dtypes that DLPack, NumPy and torch all have; `as_field` makes the others.
-        per_step: whether keys name steps.
-    """
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    @property
-    def places(self) -> Mapping[str, int]: ...
-
-    @property
-    def from_dlpack(self) -> Callable[[Any], Any] | None: ...
-
-    @property
-    def exchanged(self) -> Mapping[str, int]: ...
-
-    @property
-    def per_step(self) -> bool: ...
-
-    def as_field(self, name: str, array: NDArray[Any]) -> Any:
-        """A field's array as users get it."""
-        ...
-
-    def as_output(self, array: NDArray[Any]) -> Any:
-        """An array of metadata as users get it."""
-        ...
 
 
 class NativeBatch(Batch):
@@ -59,7 +25,7 @@ class NativeBatch(Batch):
 
     __slots__ = ("_plan", "_rows", "_shown", "_store_ids")
     _rows: _native.SampledBatch
-    _plan: BatchPlan
+    _plan: BatchFields
     _shown: dict[str, Array]
     _store_ids: Sequence[int]
 
@@ -70,8 +36,7 @@ class NativeBatch(Batch):
     def __getattr__(self, name: str) -> Any:
         value: Any
         if name in _METADATA:
-            make = self._plan.from_dlpack
-            value = getattr(self._rows, name)() if make is None else self._rows.metadata_tensor(name, make)
+            value = getattr(self._rows, name)(self._plan.from_dlpack)
         elif name == "keys":
             value = keys_of(self._rows, self._store_ids, self._plan.per_step)
         elif name == "fields":
@@ -93,13 +58,10 @@ class NativeBatch(Batch):
             if name not in self:
                 raise unknown_field(name, plan.names)
             place = plan.exchanged.get(name)
-            make = plan.from_dlpack
             if place is None:
                 found = plan.as_field(name, self._rows.field(plan.places[name]))
-            elif make is None:
-                found = self._rows.field(place)
             else:
-                found = self._rows.tensor(place, make)
+                found = self._rows.field(place, plan.from_dlpack)
             self._shown[name] = found
         return found
 
@@ -172,7 +134,7 @@ def _numbers_of(n: int) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
 
 def native_batch(
     rows: _native.SampledBatch,
-    plan: BatchPlan,
+    plan: BatchFields,
     step: int | None,
     store_ids: Sequence[int] | NDArray[np.uint64],
     kind: type[NativeBatch] = NativeBatch,
@@ -196,7 +158,7 @@ def native_batch(
     return made
 
 
-def fetched_batch(rows: _native.SampledBatch, fields: BatchPlan, keys: Keys) -> FetchedBatch:
+def fetched_batch(rows: _native.SampledBatch, fields: BatchFields, keys: Keys) -> FetchedBatch:
     """A batch over native memory of the rows behind `keys`, all of them whole."""
     made: FetchedBatch = native_batch(rows, fields, None, (), FetchedBatch)
     _put_keys(made, keys)
@@ -206,7 +168,7 @@ def fetched_batch(rows: _native.SampledBatch, fields: BatchPlan, keys: Keys) -> 
 
 def global_batch(
     rows: _native.SampledBatch,
-    plan: BatchPlan,
+    plan: BatchFields,
     step: int,
     store_ids: Sequence[int] | NDArray[np.uint64],
     draws: NDArray[np.int64] | None = None,
@@ -238,7 +200,6 @@ def keys_of(
 
 
 __all__ = [
-    "BatchPlan",
     "FetchedBatch",
     "GlobalNativeBatch",
     "NativeBatch",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from geartrain.core.arguments import (
+    PAD,
     SECONDS,
     SEED,
     THREADS,
@@ -81,7 +82,7 @@ class ReplayOptions(Options):
     timeout_s: float = field(default=60.0, metadata=SECONDS)
     threads: int | None = field(default=None, metadata=THREADS)
     update_lag: int | None = field(default=None, metadata=checked(check_whole, 0, MAX_UPDATE_LAG))
-    pad: Pad = field(default="left", metadata=checked(check_choice, ("left", "right")))
+    pad: Pad = field(default="left", metadata=PAD)
     first_only: Sequence[str] = field(default=(), metadata=checked(check_names_of, empty=True))
     transform: Callable[[Batch], Any] | None = field(
         default=None, metadata=checked(check_function, "a function of a batch")
@@ -97,9 +98,10 @@ class RankOptions(Options):
     Args:
         group: a `torch.distributed` process group (data parallel), or a `RankGroup`.
         mesh: the same with pipeline and tensor parallelism: a `DeviceMesh` with dimensions named dp, pp and tp, a
-            DeepSpeed grid or topology, or an object with the usual mpu methods.
-        inputs, targets: fields for the first and the last pipeline stage, instead of `fields`. A rank that is both gets
-            both.
+            DeepSpeed grid or topology, or an object with the usual mpu methods. Of a store with axes all ranks of a
+            replica get the same rows, with all fields.
+        inputs, targets: fields for the first and the last pipeline stage, instead of `fields`; not for stores with
+            axes. A rank that is both gets both.
         assignment: "local_first" prefers rows of the rank's own host, "ordered" gives replica i the i-th slice of the
             global batch.
         balance: for stores with axes: the name of an axis, such as "tokens". Every rank then gets whole rows with about

@@ -271,7 +271,7 @@ def fetch_packed(
         keys = keys[np.flatnonzero(torn == 0)]
 
 
-def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayConfig, of_mesh: bool) -> bool:
+def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayConfig) -> bool:
     """Whether the batches of a replay are packed ones. Raises `ArgumentError` for what such stores do not have."""
     if all(store.plan is None for store in stores):
         balance = config.balance is not None
@@ -280,7 +280,6 @@ def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayCo
     what = f"the store {next(store for store in stores if store.plan is not None).name!r} has axes, strings or tasks"
     refused = {
         "several stores (Mixture)": len(stores) > 1,
-        "mesh": of_mesh,
         "update_lag": config.update_lag is not None,
         "device": config.device is not None,
         "inputs or targets": config.inputs is not None or config.targets is not None,
@@ -293,7 +292,6 @@ def check_packed(stores: Sequence[Store], selection: Selection, config: ReplayCo
             "device": "; move batches with batch.to(device)",
             "window": "; a batch has all items of its rows",
             "view": "; a batch has all items of its rows",
-            "mesh": "; group= is for data parallelism",
         }.get(given[0], "; its batches are drawn from one store, by ranks that all read all fields")
         raise ArgumentError(f"{what}, and a replay of it takes no {', '.join(given)}{advice}")
     if config.cost is not None and (plan := stores[0].plan) is not None:

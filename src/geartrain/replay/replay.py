@@ -65,7 +65,7 @@ class Replay(Lifetime, elsewhere="its store can be pickled; make a replay there,
 
     The store may have axes or tasks (docs/tasks.md). Its batches are packed: values of rows one behind the other,
     without a mask. Iteration then ends when `store.finish()` was called and fewer rows than a batch needs are left.
-    Such a replay takes no window, view, device, mesh or update_lag.
+    Such a replay takes no window, view, device or update_lag.
 
     Any thread may ask for a batch; they take turns. `update_priorities` and `close` may be called at any time from any
     thread. `close` ends a `sample` that waits with `StoreClosedError`. After a fork the child has its own replay, at

@@ -475,8 +475,12 @@ class StoreSampler(StoreWaits):
         """The same of rows that a transfer copies, so that it has no fields."""
         return self._sampler_of(self.plan.of_fields([]))
 
+    def native_draws(self, cursor: bool) -> _native.Draws:
+        """How rows are drawn, for the native samplers. With a cursor, rows up to it are passed over."""
+        one = self.traits
+        return one.by_priority, one.replacement, one.stratified, one.order, cursor, one.over_steps
+
     def _sampler_of(self, plan: FetchPlan) -> _native.BatchSampler:
-        traits = self.traits
         return _native.BatchSampler(
             plan.store.native,
             plan.numbers,
@@ -484,14 +488,9 @@ class StoreSampler(StoreWaits):
             plan.pad_left,
             plan.threads,
             seed_of(self.strategy),
-            traits.by_priority,
-            traits.replacement,
-            traits.stratified,
-            traits.order,
-            self.moves_on,
+            self.native_draws(self.moves_on),
             self.min_rows,
             self.min_steps,
-            traits.over_steps,
             None if self.transitions is None else self.transitions.native,
             None if self.transitions is not None else plan.native_windows,
             self.atom,
@@ -499,9 +498,9 @@ class StoreSampler(StoreWaits):
             self.strict,
         )
 
-    def empty_batch(self, n: int, shards: bool = False) -> _native.SampledBatch:
-        """A batch of n rows to be sampled into, in recycled memory."""
-        plan, view = self.plan, self.transitions
+    def empty_batch(self, n: int, shards: bool = False, plan: FetchPlan | None = None) -> _native.SampledBatch:
+        """A batch of n rows to be sampled into, in recycled memory; `plan` if not all fields are."""
+        plan, view = plan or self.plan, self.transitions
         native = None if view is None else view.native
         steps = None if view is not None else plan.native_steps
         return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, shards, native, True, steps)

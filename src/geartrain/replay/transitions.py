@@ -31,7 +31,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.arguments import (
@@ -44,11 +43,11 @@ from geartrain.core.arguments import (
     did_you_mean,
     leave_out,
 )
-from geartrain.core.dtypes import DTYPES, Dtype, as_tensor, is_exchanged, numpy_dtype
+from geartrain.core.dtypes import DTYPES, numpy_dtype
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, FieldError
-from geartrain.replay.fetch_plan import FetchPlan
-from geartrain.replay.hindsight import RELABELLED, GatheredFields, Hindsight, Relabeller, native_goals
+from geartrain.replay.fetch_plan import BatchFields, FetchPlan
+from geartrain.replay.hindsight import RELABELLED, Hindsight, Relabeller, native_goals
 from geartrain.store.recorder import OBSERVATIONS, REPEATS
 from geartrain.store.store import Store
 
@@ -195,18 +194,7 @@ class Transitions(Options):
         return ["next_" + name for name in obs]
 
 
-class ShownArrays:
-    """Arrays of a batch by their places, as a native batch has them."""
-
-    def __init__(self, arrays: list[NDArray[Any]]) -> None:
-        self._arrays = arrays
-
-    def field(self, place: int, /) -> NDArray[Any]:
-        """The array at a place."""
-        return self._arrays[place]
-
-
-class TransitionPlan:
+class TransitionPlan(BatchFields):
     """What a batch of transitions is made of and what its arrays are called, for the native call and for its batches.
 
     Args:
@@ -237,18 +225,14 @@ class TransitionPlan:
         self.native = _native.TransitionView(
             view.n_step, view.frame_stack, powers.tolist(), roles, native_goals(hindsight, list(plan.names), goals)
         )
-        self.names = list(shown)
-        self.places = {name: place for place, name in enumerate(self.names)}
-        self._dtypes: dict[str, Dtype] = {name: DTYPES[dtype] for name, dtype in shown.items()}
-        self.from_dlpack = plan.from_dlpack
-        self.exchanged = {name: place for name, place in self.places.items() if is_exchanged(self._dtypes[name])}
+        super().__init__(list(shown), shown, plan.output)
         self.per_step = plan.per_step
         self._plan = plan
         self._relabeller: Relabeller | None = None
         if hindsight is not None and goals is not None and hindsight.k:
             places = {name: self.places[name] for name in (_REWARD, _DISCOUNT, _TERMINATED, RELABELLED)}
             places |= {"achieved": self.places["next_" + goals[0]], "desired": self.places["next_" + goals[1]]}
-            dtype = numpy_dtype(self._dtypes[goals[0]])
+            dtype = numpy_dtype(DTYPES[shown[goals[0]]])
             self._relabeller = Relabeller(
                 hindsight, view.gamma, view.frame_stack > 1, places, lambda array: array.view(dtype)
             )
@@ -276,16 +260,7 @@ class TransitionPlan:
         flags = [_TERMINATED, _TRUNCATED, *([RELABELLED] if RELABELLED in self.places else [])]
         return made | dict.fromkeys(flags, ((), np.dtype(np.bool_)))
 
-    def shown_of(self, arrays: Mapping[str, NDArray[Any]]) -> ShownArrays:
-        """What a batch shows of such arrays, (n, ...) each."""
-        shown = dict(arrays)
-        if self._together:
-            for name, role in zip(self._plan.names, self._roles, strict=True):
-                if role == 1:
-                    shown[name], shown["next_" + name] = arrays[name][:, :-1], arrays[name][:, 1:]
-        return ShownArrays([shown[name] for name in self.names])
-
-    def settle(self, batch: GatheredFields) -> None:
+    def settle(self, batch: _native.SampledBatch) -> None:
         """What is left to do with a batch that was gathered: rewards of other goals."""
         if self._relabeller is not None:
             self._relabeller.relabel(batch)
@@ -296,21 +271,6 @@ class TransitionPlan:
         if self._relabeller is None or self.view.hindsight is None:
             return []
         return ["Hindsight.reward", *(["Hindsight.terminated"] if self.view.hindsight.terminated is not None else [])]
-
-    @property
-    def frame_stack(self) -> int:
-        """Observations in a stack."""
-        return self.view.frame_stack
-
-    def as_output(self, array: NDArray[Any]) -> Any:
-        return self._plan.as_output(array)
-
-    def as_field(self, name: str, array: NDArray[Any]) -> Any:
-        dtype = self._dtypes[name]
-        if self._plan.output == "torch":
-            return as_tensor(array, dtype)
-        shown = numpy_dtype(dtype)
-        return array if array.dtype == shown else array.view(shown)
 
 
 __all__ = ["TransitionPlan", "Transitions"]

@@ -64,7 +64,7 @@ class Client:
         self.forks = _native.forks()
         self.pickle = pickle and connection.authenticated
         self._codec = native_codec()
-        self.calls = _native.Calls(connection, max_open, self._codec, self.pickle)
+        self.calls = _native.PendingCalls(connection, max_open, self._codec, self.pickle)
         self.tensors = TensorSender(devices, name, connection, self.ask, device_map)
         self._threads = threads
         self._timeout_s = timeout_s

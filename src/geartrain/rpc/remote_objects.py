@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MAKE, METHOD, DROP = "geartrain.rpc.make", "geartrain.rpc.method", "geartrain.rpc.drop"
 
 
-class Calls(Protocol):
+class CallingNode(Protocol):
     """The part of a node that handles use."""
 
     def call(self, peer: str, function: str, /, *args: Any, timeout_s: float | None = None) -> Any:
@@ -53,7 +53,7 @@ class Remote(Uncopied, elsewhere="make another one there, with node.remote(...)"
         >>> tally.close(); client.close(); server.close()
     """
 
-    def __init__(self, node: Calls, peer: str, number: int) -> None:
+    def __init__(self, node: CallingNode, peer: str, number: int) -> None:
         self._node, self.peer, self._number = node, peer, number
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:

@@ -99,8 +99,9 @@ def is_independent(strategy: Strategy) -> bool:
 
 
 def begins_with_offers(strategy: Strategy) -> bool:
-    """Whether draws begin with what `offer_of` says of each shard: rows in an order."""
-    return traits_of(strategy).order is not None and not hasattr(strategy, "select_shards")
+    """Whether draws begin with what `offer_of` says of each shard: rows in an order, unless it is strict."""
+    traits = traits_of(strategy)
+    return traits.order is not None and not traits.strict and not hasattr(strategy, "select_shards")
 
 
 def redraw_shards(

@@ -44,19 +44,23 @@ def offer_of(traits: Traits, candidates: Candidates, n: int, after: int) -> NDAr
 def draw_first(traits: Traits, shard: Shard, n: int, cursors: Mapping[str, int] | None) -> ShardedDraw:
     """The first rows of all shards, from the first n of each."""
     order, offers = traits.order, shard.offers
+    opened: NDArray[np.uint64] | None = None
     if offers is None:
-        offer = np.zeros(offer_shape(traits, n), np.uint64)
+        count, columns = offer_shape(traits, n)
+        told = np.zeros((count + 1, columns), np.uint64)
         if shard.leads:
-            offer = offer_of(traits, shard.candidates, n, offered_after(cursors, shard.number, shard.count))
-        offers = shard.gather(offer)
+            # Read before the rows: the number only grows, so no older row was under way when those before it were read.
+            told[count] = 0 if shard.first_open is None else shard.first_open(n)
+            told[:count] = offer_of(traits, shard.candidates, n, offered_after(cursors, shard.number, shard.count))
+        every = shard.gather(told)
+        offers, opened = every[:, :count], every[:, count, 0]
     width = offers.shape[2]
     flat = offers.reshape(-1, width)
     shards = np.repeat(np.arange(shard.count), offers.shape[1])
     real, waits = np.flatnonzero(flat[:, 0] != 0), ""  # sequence numbers start at 1
     if shard.first_open is not None:
         waits = " before the first one that is under way or yet to be inserted"
-        mine = shard.first_open(n) if shard.leads else 0
-        opened = shard.gather(np.array([mine], np.uint64))[:, 0]
+        assert opened is not None  # a strict order does not begin with offers
         first = int(opened.argmin())
         before = (flat[real, 0] < opened[first]) | ((flat[real, 0] == opened[first]) & (shards[real] < first))
         real = real[before]

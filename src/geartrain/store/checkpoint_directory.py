@@ -17,6 +17,7 @@ import errno
 import fcntl
 import glob
 import os
+import secrets
 import shutil
 import stat
 import time
@@ -175,15 +176,38 @@ def remove_unheld(path: Path, *, unlocked: bool = True) -> bool:
 def remove_replaced(directory: Path) -> None:
     """Removes replaced directories of a checkpoint's path that readers or killed savers left next to it."""
     with suppress(OSError):  # a directory that cannot be listed: the next save removes them
-        for left in listed(directory.parent, f".{glob.escape(directory.name)}.*.saving"):
+        for left in listed(directory.parent, f"{glob.escape(_beside(directory))}*.saving"):
             remove_unheld(left, unlocked=False)  # without locks it may be somebody's unfinished one
 
 
-def lock_shared(path: Path) -> int:
-    """A descriptor of a directory that holds it; where the file system has no locks, it does not."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    _lock(fd, fcntl.LOCK_SH)
-    return fd
+@contextmanager
+def sibling(path: Path) -> Iterator[Path]:
+    """A new directory beside a path, for what is to get its name; gone afterwards, with what is in it.
+
+    Takes away what nobody reads or writes any more there. A lock on it, which the kernel drops when its holder dies,
+    tells. Afterwards it is the old one if the two were exchanged, and the unfinished new one if something failed.
+    """
+    remove_replaced(path)
+    name = f"{_beside(path)}{secrets.token_hex(6)}"
+    unlocked, fresh = path.with_name(f"{name}.making"), path.with_name(f"{name}.saving")
+    unlocked.mkdir()
+    held = -1
+    try:
+        held = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        _lock(held, fcntl.LOCK_SH)
+        unlocked.rename(fresh)  # others see it only when it is locked
+        yield fresh
+    finally:
+        if held >= 0:
+            os.close(held)
+        for left in (unlocked, fresh):
+            remove_unheld(left)
+        remove_replaced(path)  # by others, who left it to us because we held it
+
+
+def _beside(path: Path) -> str:
+    """How names of siblings begin; a long name is cut, or the sibling's would be too long for the file system."""
+    return f".{path.name[:64]}."
 
 
 def put_in_place(fresh: Path, directory: Path) -> None:
@@ -239,9 +263,9 @@ def _leads_to(path: Path, fd: int) -> bool:
 __all__ = [
     "HeldDirectory",
     "SupersededError",
-    "lock_shared",
     "put_in_place",
     "remove_replaced",
     "remove_unheld",
     "resolved",
+    "sibling",
 ]

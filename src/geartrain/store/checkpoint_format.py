@@ -190,3 +190,11 @@ def sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def read_into(fd: int, memory: memoryview, offset: int) -> int:
+    """Reads a file from an offset on until the memory is full or the file ends; returns how many bytes it read."""
+    got = 0
+    while got < len(memory) and (more := os.preadv(fd, [memory[got:]], offset + got)):
+        got += more
+    return got

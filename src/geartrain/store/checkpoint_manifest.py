@@ -12,7 +12,7 @@ from typing import Any
 
 from geartrain.core.arguments import shown
 from geartrain.core.json_values import entry, object_entries, whole_entry
-from geartrain.core.schema import KINDS, MAX_AXIS, check_fields, fields_of_stored
+from geartrain.core.schema import KINDS, MAX_AXIS, Field, check_fields, fields_of_stored
 from geartrain.core.tasks import RowPlan, plan_of_stored, row_plan
 from geartrain.errors import CheckpointError, SchemaError
 from geartrain.store.saved_parts import TASK_COUNTERS, TASK_FIGURES
@@ -46,10 +46,9 @@ def check_stored_schema(content: Mapping[str, Any]) -> list[int]:
     names = [each["name"] for each in stored]
     if len(set(names)) != len(names):
         raise ValueError("fields has a name twice")
-    described = [(each["name"], each["dtype"], each["timed"], each["shape"]) for each in stored]
-    if len({shape[0] for _, _, timed, shape in described if timed}) > 1:
+    if len({each["shape"][0] for each in stored if each["timed"]}) > 1:
         raise ValueError("the fields with time have rows of different lengths")
-    fields, max_length = fields_of_stored(described)
+    fields, max_length = _plain_fields(content)
     try:
         check_fields(fields)
     except UnicodeEncodeError:
@@ -152,10 +151,19 @@ def check_stored_plan(manifest: Mapping[str, Any], fields: int) -> None:
 
 def plan_of_manifest(manifest: Mapping[str, Any]) -> RowPlan:
     """The axes and tasks of the store that a manifest is of, once they are checked. Raises `SchemaError`."""
-    fields, _ = fields_of_stored(
-        (each["name"], each["dtype"], each["timed"], each["shape"]) for each in manifest["fields"]
-    )
-    return plan_of_stored(fields, manifest["places"], manifest["axes"], manifest["tasks"])
+    return plan_of_stored(_plain_fields(manifest)[0], manifest["places"], manifest["axes"], manifest["tasks"])
+
+
+def schema_of_manifest(manifest: Mapping[str, Any]) -> tuple[dict[str, Field], int, RowPlan | None]:
+    """Fields, longest row in steps, and axes and tasks of the store that a checked manifest is of."""
+    if "places" not in manifest:
+        return *_plain_fields(manifest), None
+    plan = plan_of_manifest(manifest)
+    return dict(plan.fields), 1, plan
+
+
+def _plain_fields(manifest: Mapping[str, Any]) -> tuple[dict[str, Field], int]:
+    return fields_of_stored((each["name"], each["dtype"], each["timed"], each["shape"]) for each in manifest["fields"])
 
 
 def check_task_state(state: Mapping[str, Any], tasks: int) -> None:
@@ -207,5 +215,5 @@ __all__ = [
     "check_stored_plan",
     "check_stored_schema",
     "check_task_state",
-    "plan_of_manifest",
+    "schema_of_manifest",
 ]

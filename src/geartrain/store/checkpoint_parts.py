@@ -27,6 +27,7 @@ from geartrain.store.saved_parts import (
     UNDER_WAY,
     as_bytes,
     changed_parts,
+    runs_of,
 )
 
 #: Rounds of copies. Rows with parts that are not whole after these are left out: somebody rewrites them all the time.
@@ -150,12 +151,9 @@ class PartsSaving:
         # What is written, put and freed together lies together.
         wanted = wanted[np.argsort(self._parts["change"][wanted], kind="stable")]
         ends = np.cumsum(self._parts["bytes"][wanted], dtype=np.uint64)
-        whole, at = True, 0
-        while at < len(wanted):
-            before = int(ends[at - 1]) if at else 0
-            until = max(at + 1, int(np.searchsorted(ends, before + chunks.CHUNK_BYTES, "right")))
-            mine = wanted[at:until]
-            at = until
+        whole = True
+        for run, _ in runs_of(ends, chunks.CHUNK_BYTES):
+            mine = wanted[run]
             self._new.wait(1)
             content, offsets, ok = self._store.copy_parts(as_bytes(self._parts[mine]))
             good = ok != 0

@@ -19,8 +19,6 @@ import geartrain._native as _native
 from geartrain.core.arguments import check_path
 from geartrain.core.lifetime import Closing
 from geartrain.core.progress import Progress
-from geartrain.core.schema import fields_of_stored
-from geartrain.core.tasks import RowPlan
 from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_directory import HeldDirectory, SupersededError
 from geartrain.store.checkpoint_format import (
@@ -29,8 +27,9 @@ from geartrain.store.checkpoint_format import (
     PART_RECORD,
     ROW_RECORD,
     manifest_of,
+    read_into,
 )
-from geartrain.store.checkpoint_manifest import plan_of_manifest
+from geartrain.store.checkpoint_manifest import schema_of_manifest
 from geartrain.store.saved_parts import COMMITTED, FREE, TAKEN, UNDER_WAY, load_rows
 
 _MOST_TRIES = 20
@@ -64,13 +63,7 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
         except BaseException:
             self._held.close()
             raise
-        self.fields, self.max_length = fields_of_stored(
-            (entry["name"], entry["dtype"], entry["timed"], entry["shape"]) for entry in self._manifest["fields"]
-        )
-        self.plan: RowPlan | None = None
-        if "places" in self._manifest:
-            self.plan = plan_of_manifest(self._manifest)
-            self.fields = self.plan.fields
+        self.fields, self.max_length, self.plan = schema_of_manifest(self._manifest)
         self._block_nbytes = (
             {name: field.block_nbytes(self.max_length) for name, field in self.fields.items()} if not self.plan else {}
         )
@@ -219,10 +212,7 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
 
     def _read_at(self, name: str, at: int, out: NDArray[np.uint8]) -> None:
         with self._held.reading(name) as file:
-            file.seek(at)
-            got, memory = 0, memoryview(out.reshape(-1).data)
-            while got < out.nbytes and (more := file.readinto(memory[got:])):
-                got += more
+            got = read_into(file.fileno(), memoryview(out.reshape(-1).view(np.uint8).data), at)
         if got != out.nbytes:
             raise CheckpointError(f"{self.directory / name} is truncated: {out.nbytes - got} bytes are missing")
 
@@ -346,10 +336,7 @@ class Checkpoint(Closing, elsewhere="it has a directory open; Checkpoint(directo
             for number, crc in enumerate(about["crc32"]):
                 size = min(about["bytes"] - at, about["piece_bytes"])
                 piece = memoryview(bytearray(size)) if memory is None else memory[at : at + size]
-                got = 0
-                while got < size and (more := stream.readinto(piece[got:])):
-                    got += more
-                if got != size or zlib.crc32(piece) != crc:
+                if read_into(stream.fileno(), piece, at) != size or zlib.crc32(piece) != crc:
                     raise CheckpointError(
                         f"{self.directory / name} is damaged: "
                         f"block {number} (bytes {at} to {at + size - 1}) is the first bad one. "

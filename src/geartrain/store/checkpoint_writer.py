@@ -6,10 +6,8 @@ checkpoint_format.py describes the format, checkpoint_chunks.py writes the files
 from __future__ import annotations
 
 import os
-import secrets
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,9 @@ from geartrain.errors import ArgumentError, CheckpointError
 from geartrain.store.checkpoint_chunks import Base, NewCheckpoint, Saved, identity_of
 from geartrain.store.checkpoint_directory import (
     HeldDirectory,
-    lock_shared,
     put_in_place,
-    remove_replaced,
-    remove_unheld,
     resolved,
+    sibling,
 )
 from geartrain.store.checkpoint_format import FORMAT, make_directory, sync_directory
 from geartrain.store.checkpoint_parts import PartsSaving
@@ -72,7 +68,7 @@ def save(
     with ExitStack() as opened:
         if found is not None:
             opened.callback(found.checkpoint.close)
-        with _naming_errors(directory), _sibling(directory) as fresh:
+        with _naming_errors(directory), sibling(directory) as fresh:
             with NewCheckpoint(store, options, fresh, found) as new:
                 new.not_linked = not_linked
                 if of_parts:
@@ -106,30 +102,6 @@ def _find_base(
             return None, str(error)  # damage there must not keep a whole checkpoint from being made
         unless_found.pop_all()
         return Base(found, table), None
-
-
-@contextmanager
-def _sibling(directory: Path) -> Iterator[Path]:
-    """A new directory beside another, gone afterwards; takes away what nobody reads or writes any more there.
-
-    A lock on it, which the kernel drops when its holder dies, tells (checkpoint_directory.py). Afterwards it is the
-    old checkpoint if the two were exchanged, and the unfinished new one if something failed.
-    """
-    remove_replaced(directory)
-    name = f".{directory.name}.{secrets.token_hex(6)}"
-    unlocked, fresh = directory.with_name(f"{name}.making"), directory.with_name(f"{name}.saving")
-    unlocked.mkdir()
-    held = -1
-    try:
-        held = lock_shared(unlocked)
-        unlocked.rename(fresh)  # others see it only when it is locked
-        yield fresh
-    finally:
-        if held >= 0:
-            os.close(held)
-        for left in (unlocked, fresh):
-            remove_unheld(left)
-        remove_replaced(directory)  # by others, who left it to us because we held it
 
 
 def _naming_errors(directory: Path) -> AbstractContextManager[None]:

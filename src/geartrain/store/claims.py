@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,27 +101,36 @@ def timed_out(native: _native.Store, what: str) -> WaitTimeoutError:
     )
 
 
-def write_rows(
-    native: _native.Store,
-    how: int,
-    task: int,
-    rows: NDArray[np.uint32],
-    generations: NDArray[np.uint32],
-    claims: NDArray[np.uint16] | None,
-    sources: list[Source],
-    lengths: NDArray[np.uint32],
-    timeout_s: float,
-    *,
-    axis: int = 0,
-    item: int = 0,
-    merges: bool = False,
-    parts: NDArray[np.int32] | None = None,
-    durable: bool = False,
-) -> NDArray[np.bool_]:
+class RowWrite(NamedTuple):
+    """What a put, an append or a rewrite writes, as the native `write_rows` takes it.
+
+    Attributes:
+        how: `PUT`, `APPEND` or `REWRITE`.
+        task: number of the task.
+        axis, item: of an append: the axis that grows, and the item on it.
+        rows, generations, claims: of the rows, and of their claims; no claims for a rewrite.
+        sources: values by field.
+        lengths: (n, axes) items of each row.
+        merges: a put leaves fields that were appended as they are.
+        parts: of a put that merges: lengths of the items.
+    """
+
+    how: int
+    task: int
+    axis: int
+    rows: NDArray[np.uint32]
+    generations: NDArray[np.uint32]
+    claims: NDArray[np.uint16] | None
+    sources: list[Source]
+    lengths: NDArray[np.uint32]
+    item: int = 0
+    merges: bool = False
+    parts: NDArray[np.int32] | None = None
+
+
+def write_rows(native: _native.Store, write: RowWrite, timeout_s: float, durable: bool) -> NDArray[np.bool_]:
     """Writes rows and returns which were skipped; raises `WaitTimeoutError` if some found no room in time."""
-    wrote = native.write_rows(
-        how, task, axis, rows, generations, claims, sources, lengths, item, merges, parts, 0, timeout_s, durable
-    )
+    wrote = native.write_rows(*write, 0, timeout_s, durable)
     if waiting := wrote.tolist().count(_WAITS):
         raise timed_out(native, f"{waiting} of {len(wrote)} rows found no room within {timeout_s:g} s")
     return wrote == _STALE  # type: ignore[no-any-return]
@@ -575,20 +584,20 @@ class Claim(
         return bool(names) and not any(name in given for name in names) and all(name in own for name in given)
 
     def _write(
-        self, how: int, which: slice, sources: list[Source], lengths: NDArray[np.uint32], timeout_s: float, **more: Any
+        self,
+        how: int,
+        which: slice,
+        sources: list[Source],
+        lengths: NDArray[np.uint32],
+        timeout_s: float,
+        *,
+        axis: int = 0,
+        durable: bool = False,
+        **more: Any,
     ) -> NDArray[np.bool_]:
-        return write_rows(
-            self._native,
-            how,
-            self._number,
-            self.keys.row[which],
-            self.keys.generation[which],
-            self._claims[which],
-            sources,
-            lengths,
-            timeout(timeout_s),
-            **more,
-        )
+        columns = self.keys.row[which], self.keys.generation[which], self._claims[which]
+        write = RowWrite(how, self._number, axis, *columns, sources, lengths, **more)
+        return write_rows(self._native, write, timeout(timeout_s), durable)
 
     def _stale(self, i: int) -> StaleClaimError:
         return StaleClaimError(
@@ -816,5 +825,6 @@ __all__ = [
     "check_version",
     "timed_out",
     "version_of",
+    "RowWrite",
     "write_rows",
 ]

@@ -26,7 +26,7 @@ import geartrain._native as _native
 import geartrain.core.locks as locks
 from geartrain.core.arguments import shown
 from geartrain.core.json_values import entry, read_object, whole_entry
-from geartrain.core.schema import Field, fields_of_stored
+from geartrain.core.schema import Field
 from geartrain.core.shared_files import listed, naming_errors
 from geartrain.core.tasks import RowPlan, plan_difference
 from geartrain.errors import JournalError
@@ -35,6 +35,7 @@ from geartrain.store.checkpoint_format import (
     json_checksum,
     make_directory,
     put_json,
+    read_into,
     sync_directory,
 )
 from geartrain.store.checkpoint_manifest import (
@@ -42,7 +43,7 @@ from geartrain.store.checkpoint_manifest import (
     check_stored_plan,
     check_stored_schema,
     check_task_state,
-    plan_of_manifest,
+    schema_of_manifest,
 )
 from geartrain.store.journal_format import (
     BEGIN,
@@ -62,7 +63,7 @@ from geartrain.store.journal_format import (
     state_of,
     synced_later,
 )
-from geartrain.store.saved_parts import DONE, FREE, NOT_DONE, PART, ROW, TAKEN_BY
+from geartrain.store.saved_parts import DONE, FREE, NOT_DONE, PART, ROW, TAKEN_BY, runs_of
 from geartrain.store.segment import plan_of_segment, schema_of_segment, stored_schema_of
 
 MANIFEST = "journal.json"
@@ -212,15 +213,8 @@ class JournalDirectory:
         self._lock_fd = -1
         manifest = _read_manifest(self.path)
         self.id = str(manifest["id"])
-        #: Axes and tasks of the store; None if it has neither.
-        self.plan: RowPlan | None = None
-        if "places" in manifest:
-            self.plan = plan_of_manifest(manifest)
-            self.fields, self.max_length = dict(self.plan.fields), 1
-        else:
-            self.fields, self.max_length = fields_of_stored(
-                (entry["name"], entry["dtype"], entry["timed"], entry["shape"]) for entry in manifest["fields"]
-            )
+        #: Schema of the store; its plan is None if it has neither axes nor tasks.
+        self.fields, self.max_length, self.plan = schema_of_manifest(manifest)
         self.options: dict[str, Any] = manifest["options"]
         self.capacity = int(self.options["capacity"])
         self.per_step = self.options["priority_per"] == "step"
@@ -632,16 +626,11 @@ class JournalDirectory:
             with naming_errors("cannot read the journal's file", path, JournalError):
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
-                    first = 0
-                    while first < len(parts):
-                        before = int(ends[first - 1]) if first else 0
-                        last = max(first + 1, int(np.searchsorted(ends, before + _READ_BYTES, side="right")))
-                        some = slice(first, last)
+                    for some, before in runs_of(ends, _READ_BYTES):
                         offsets = np.concatenate([[0], ends[some] - before]).astype(np.uint64)
                         data = np.empty(int(offsets[-1]), np.uint8)
                         _read_pieces(fd, path, data, places[some], parts["bytes"][some].astype(np.int64))
                         yield parts[some], data, offsets
-                        first = last
                 finally:
                     os.close(fd)
 
@@ -656,13 +645,9 @@ def _read_pieces(
     starts = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1] + nbytes[:-1]]))
     to = 0
     for begin, end in itertools.pairwise([*starts.tolist(), len(places)]):
-        size, at = int(nbytes[begin:end].sum()), int(places[begin])
-        memory = memoryview(data[to : to + size].data)
-        while memory.nbytes:
-            got = os.preadv(fd, [memory], at)
-            if got == 0:
-                raise JournalError(f"{path} was cut while it was read")
-            memory, at = memory[got:], at + got
+        size = int(nbytes[begin:end].sum())
+        if read_into(fd, memoryview(data[to : to + size].data), int(places[begin])) != size:
+            raise JournalError(f"{path} was cut while it was read")
         to += size
 
 

@@ -61,7 +61,7 @@ from geartrain.core.arguments import check_text
 from geartrain.core.json_values import entry, parse_json, whole_entry
 from geartrain.core.schema import Field
 from geartrain.errors import JournalError
-from geartrain.store.checkpoint_format import ROW_RECORD
+from geartrain.store.checkpoint_format import ROW_RECORD, read_into
 from geartrain.store.saved_parts import PART, ROW
 
 FORMAT = "geartrain-journal"
@@ -190,7 +190,7 @@ def frames(fd: int, *, blocks: bool, verify: bool, first: int | None) -> Iterato
         data: memoryview | None = None
         if (blocks or verify) and payload > table_bytes:
             data = memoryview(bytearray(payload - table_bytes))
-            if not _read_into(fd, data, start + table_bytes):
+            if read_into(fd, data, start + table_bytes) != len(data):
                 return
             if zlib.crc32(data, int(header["table_crc"])) != int(header["payload_crc"]):
                 return
@@ -302,16 +302,6 @@ def _table_bytes(header: Any) -> int:
         return int(header["payload_bytes"])
     parts = int(header["steps"]) if kind == PARTS else 0
     return int(int(header["count"]) * _RECORD_OF[kind].itemsize + parts * PART.itemsize)
-
-
-def _read_into(fd: int, memory: memoryview, offset: int) -> bool:
-    got = 0
-    while got < len(memory):
-        more = os.preadv(fd, [memory[got:]], offset + got)
-        if more == 0:
-            return False
-        got += more
-    return True
 
 
 __all__ = [

@@ -40,7 +40,7 @@ from geartrain.store.journal_format import (
     STEPS_RECORD,
     frame_parts,
 )
-from geartrain.store.saved_parts import COMMITTED, FREE, NOT_DONE, PART, ROW, WRITING, as_bytes, changed_parts
+from geartrain.store.saved_parts import COMMITTED, FREE, NOT_DONE, PART, ROW, WRITING, as_bytes, changed_parts, runs_of
 
 SEGMENT_BYTES = 64 << 20
 FRAME_BYTES = 8 << 20
@@ -759,14 +759,9 @@ def _frames(
     """Rows and their parts, as many at a time as a frame has, one row at least."""
     nbytes = np.full(len(rows), ROW.itemsize, np.int64)
     np.add.at(nbytes, of, parts["bytes"].astype(np.int64) + PART.itemsize)
-    ends = np.cumsum(nbytes)
-    first = 0
-    while first < len(rows):
-        before = int(ends[first - 1]) if first else 0
-        last = max(first + 1, int(np.searchsorted(ends, before + frame_bytes, side="right")))
-        mine = slice(*np.searchsorted(of, (first, last)))
-        yield rows[first:last], parts[mine], of[mine] - first
-        first = last
+    for run, _ in runs_of(np.cumsum(nbytes), frame_bytes):
+        mine = slice(*np.searchsorted(of, (run.start, run.stop)))
+        yield rows[run], parts[mine], of[mine] - run.start
 
 
 __all__ = ["FRAME_BYTES", "SEGMENT_BYTES", "JournalWriter", "PartsWriter"]

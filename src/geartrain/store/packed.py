@@ -9,15 +9,14 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_choice, check_names_of, shown, some_of
+from geartrain.core.arguments import check_names_of, shown, some_of
 from geartrain.core.dtypes import DTYPES, as_tensor, numpy_dtype
-from geartrain.core.extras import require_torch
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
 from geartrain.errors import ArgumentError, CorruptStoreError, FieldError
@@ -658,14 +657,6 @@ def _join(names: Sequence[str], values: Sequence[Any], runs: Sequence[_Runs], as
     )
 
 
-def check_output(output: object) -> Literal["torch", "numpy"]:
-    """ "torch" or "numpy"; raises `ArgumentError` for anything else, `MissingDependencyError` without torch."""
-    check_choice("output", output, ("torch", "numpy"))
-    if output == "torch":
-        require_torch("a batch of tensors", "; output='numpy' makes arrays")
-    return "torch" if output == "torch" else "numpy"
-
-
 __all__ = [
     "AxisBounds",
     "Joined",
@@ -676,7 +667,6 @@ __all__ = [
     "RowReader",
     "SelectedFields",
     "as_bounds",
-    "check_output",
     "check_ready",
     "spread",
 ]

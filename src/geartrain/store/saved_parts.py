@@ -5,7 +5,7 @@ A part is what one task, or the insert, has for one row (native/store/saved_reco
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,20 @@ TASK_FIGURES = ("done", "released", "deaths", "set_back")
 def as_bytes(records: NDArray[Any]) -> NDArray[np.uint8]:
     """Records (n,) as the native store takes them: bytes (n, size)."""
     return np.ascontiguousarray(records).view(np.uint8).reshape(len(records), records.dtype.itemsize)
+
+
+def runs_of(ends: NDArray[Any], most: int) -> Iterator[tuple[slice, int]]:
+    """Cuts pieces into runs of at most `most` bytes, or of one piece: each run, and where its bytes begin.
+
+    Args:
+        ends: (n,) bytes of all pieces up to each, itself included.
+    """
+    first = 0
+    while first < len(ends):
+        before = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + most, side="right")))
+        yield slice(first, last), before
+        first = last
 
 
 def changed_parts(store: _native.Store, since: int) -> tuple[int, NDArray[Any], NDArray[Any]]:
@@ -117,4 +131,5 @@ __all__ = [
     "as_bytes",
     "changed_parts",
     "load_rows",
+    "runs_of",
 ]

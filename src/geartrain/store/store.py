@@ -105,7 +105,7 @@ class Store(TaskedRows):
     Any thread may use a handle, and any thread may close it. A forked child may use it as well, and joins the store
     with its first call. A pickled handle opens the store again in the process that unpickles it. After `close` every
     call raises `StoreClosedError`, but the name, the fields, the limits and views taken before remain readable. The
-    interpreter closes open handles when it exits.
+    interpreter closes open handles when it exits. The native store does all of this, so a handle is no `Lifetime`.
 
     Args:
         native, name, trust: set by `create`, `open` and `load`; do not call the class itself.

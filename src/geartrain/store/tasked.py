@@ -11,14 +11,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_choice, check_texts, check_whole, leave_out, some_of, timeout
+from geartrain.core.arguments import check_choice, check_output, check_texts, check_whole, leave_out, some_of, timeout
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.lifetime import on_error
 from geartrain.core.tasks import RowPlan
-from geartrain.errors import ArgumentError, NoSpaceError, SchemaError, StoreClosedError, WaitTimeoutError
+from geartrain.errors import ArgumentError, NoSpaceError, PeerLostError, SchemaError, StoreClosedError, WaitTimeoutError
 from geartrain.store.claims import (
     REWRITE,
     Claim,
+    RowWrite,
     Version,
     check_durable,
     check_version,
@@ -28,7 +29,7 @@ from geartrain.store.claims import (
 )
 from geartrain.store.columns import as_column
 from geartrain.store.insert import CASTINGS, Casting
-from geartrain.store.packed import ReadValues, RowReader, check_output
+from geartrain.store.packed import ReadValues, RowReader
 from geartrain.store.rate_limiter import INSERT_TIMEOUT_S, RateLimiter
 from geartrain.store.span_values import check_names, collect, lengths_given, part_of
 from geartrain.store.waiting_claims import Asked
@@ -137,7 +138,7 @@ class TaskedRows:
             columns = [None if column is None else column[rows] for column in of_rows]
             try:
                 found = self.insert_together(count, sources, table, columns, threads, timeout_s, durable)
-            except (WaitTimeoutError, NoSpaceError) as error:
+            except (WaitTimeoutError, NoSpaceError, PeerLostError) as error:
                 raise type(error)(f"{error}. The first {at} of {n} rows are in the store") from None
             if isinstance(found, Keys):
                 inserted.append(found)
@@ -221,7 +222,9 @@ class TaskedRows:
         limit_s = None if timeout_s is None else timeout(timeout_s)
         self.native.task_figures()  # a closed store refuses at once
         brought = self._brought(number, fields)
-        return self._claims((number, most, items, axis), limit_s, check_output(output), check_version(version), brought)
+        return self._claims(
+            (number, most, items, axis), limit_s, check_output("output", output), check_version(version), brought
+        )
 
     def _claims(
         self, asked: Asked, timeout_s: float | None, output: str, version: Version, fields: Sequence[str]
@@ -264,7 +267,7 @@ class TaskedRows:
             StoreClosedError: the store was closed.
         """
         number, most, items, axis = self._asked(task, n, max_items, of)
-        output = check_output(output)
+        output = check_output("output", output)
         later = check_version(version) is not None
         brought = self._brought(number, fields)
         found = self._claim_rows((number, most, items, axis), timeout(timeout_s), later, brought)
@@ -299,7 +302,7 @@ class TaskedRows:
         """
         number, most, items, axis = self._asked(task, n, max_items, of)
         limit_s = _FOREVER_S if timeout_s is None else timeout(timeout_s)
-        output = check_output(output)
+        output = check_output("output", output)
         later = check_version(version) is not None
         brought = self._brought(number, fields)
         found = await self._claim_rows_async((number, most, items, axis), limit_s, later, brought)
@@ -377,10 +380,8 @@ class TaskedRows:
                 f"{error}. {int(unknown.sum())} of {len(keys)} rows are gone or have no lengths yet, so that it is "
                 f"unknown which values are theirs: pass a list with one array for each row"
             ) from None
-        columns = keys.row, keys.generation, None
-        return keys[
-            write_rows(self.native, REWRITE, number, *columns, sources, lengths, timeout(timeout_s), durable=durable)
-        ]
+        write = RowWrite(REWRITE, number, 0, keys.row, keys.generation, None, sources, lengths)
+        return keys[write_rows(self.native, write, timeout(timeout_s), durable)]
 
     # --- the clock ------------------------------------------------------------------------------------------
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-from geartrain.errors import MissingDependencyError
+from geartrain.core.extras import require
 
 
 def import_pyplot() -> Any:
@@ -13,11 +14,5 @@ def import_pyplot() -> Any:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
-    return pyplot
+    require("matplotlib", "geartrain[plot]", "A plot").use("agg")
+    return importlib.import_module("matplotlib.pyplot")

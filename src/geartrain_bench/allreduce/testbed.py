@@ -17,7 +17,7 @@ import numpy as np
 
 import geartrain._native as _native
 from geartrain.core.lifetime import on_error
-from geartrain.tools.plan.allreduce import Network
+from geartrain.tools.plan.allreduce import Network, moved_bytes, shares_seconds
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.allreduce.profile import Profile, mean
 from geartrain_bench.allreduce.rounds import RoundBarrier
@@ -48,23 +48,23 @@ class Configuration:
 
     def hops(self, n: int) -> int:
         """Sequential one-way delays; a Gloo step takes two of them."""
-        return _native.ring_hops(n) * (2 if self.library == "gloo" else 1) if self.shares is None else 2
+        return 2 * (n - 1) * (2 if self.library == "gloo" else 1) if self.shares is None else 2
 
     def planned_s(self, network: Network) -> float:
         """The model's time: bytes over rates, and hops."""
         n = len(network.workers)
         if self.shares is None:
-            through_s = _native.ring_bytes(n, network.nbytes) / min(network.workers)
+            through_s = self.expected_bytes(network) / min(network.workers)
         else:
-            through_s = _native.shares_seconds(network.workers, network.reducers, self._shares(n), network.nbytes)
+            through_s = shares_seconds(network, self._shares(n))
         return through_s + self.hops(n) * network.rtt_s / 2
 
     def expected_bytes(self, network: Network) -> float:
         """Bytes that worker 0 sends, and receives."""
         n = len(network.workers)
         if self.shares is None:
-            return _native.ring_bytes(n, network.nbytes)
-        return _native.moved_bytes(n, self.reducers, self._shares(n), network.nbytes)[0]
+            return 2 * (n - 1) / n * network.nbytes
+        return moved_bytes(network, self._shares(n))[0]
 
     def _shares(self, n: int) -> tuple[float, ...]:
         return self.shares or (1 / n,) * n
@@ -112,7 +112,7 @@ def dedicated(n: int, reducers: int) -> Configuration:
 def hybrid(n: int, reducers: int, rates: tuple[float, ...] | None = None) -> Configuration:
     """The planner's shares for links of these rates (equal by default); reducers have the slowest rate."""
     known = rates or (1.0,) * n
-    shares, _ = _native.plan_shares(known, (min(known),) * reducers, 1.0)
+    shares = _native.plan_shares(len(known), (*known, *(min(known),) * reducers))
     name = f"geartrain hybrid {reducers}" if reducers else "geartrain weighted"
     return Configuration(name, "geartrain", reducers, tuple(shares))
 

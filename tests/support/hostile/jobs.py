@@ -316,7 +316,7 @@ def pool(tools: Tools) -> Subject:
     one = ActorPool(store, environments, policy, 1)
     return Subject(
         calls={"stats": one.stats, "check": one.check},
-        close=one.stop,
+        close=one.close,
         survives=frozenset({"stats", "check"}),
         owned=[store],
     )

@@ -15,8 +15,10 @@ import random
 import signal
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ import storm.proof as proof
 from geartrain import rpc
 from geartrain.actors import RemoteStore, StoreServer
 from geartrain.actors.served_tasks import PeerCalls
-from geartrain.errors import GeartrainError, StaleClaimError
+from geartrain.errors import GeartrainError, PeerLostError, StaleClaimError
 from geartrain.selection import Fifo, Uniform
 from storm.roles import Ending, Part
 from storm.rounds import Round, Worker
@@ -48,8 +50,8 @@ KINDS = {
 }
 #: Of this kind all processes die together, always: no row is given up for it.
 PREEMPTED = "tasks of preempted jobs"
-#: Roles of the last kind that reach the store through a server of it.
-REMOTE = ("answer", "answers", "reward")
+#: Roles of the kind with other hosts that reach the store through a server of it.
+REMOTE = ("loader", "answer", "answers", "reward")
 #: A file: the server has written and not replied, and is to be killed.
 WROTE = "wrote"
 
@@ -173,6 +175,7 @@ def serve(part: Part) -> None:
     store, notes, ending = open_store(part), Notes(part), Ending()
     with rpc.Node("server", store=Names(part.folder)) as node, StoreServer(node, store, part.name):
         _lose_replies(part, node, notes)
+        notes.add("begins to serve")
         while not ending.come:
             notes.add("serves")
             time.sleep(0.05)
@@ -180,9 +183,9 @@ def serve(part: Part) -> None:
 
 def _lose_replies(part: Part, node: rpc.Node, notes: Notes) -> None:
     """From now on some writes lose their connection while they run or before their reply, or the server with it."""
-    write, choose = PeerCalls.write, random.Random(part.seed)
+    choose = random.Random(part.seed)
 
-    def losing(calls: PeerCalls, *args: Any) -> Any:
+    def losing(write: Callable[..., Any], calls: PeerCalls, *args: Any) -> Any:
         strike = choose.random()
         if strike < 0.04:
             notes.add("cuts")
@@ -197,7 +200,8 @@ def _lose_replies(part: Part, node: rpc.Node, notes: Notes) -> None:
             time.sleep(1)  # until it is killed
         return wrote
 
-    PeerCalls.write = losing  # type: ignore[method-assign]
+    for name in ("write", "insert_packed"):
+        setattr(PeerCalls, name, partialmethod(partial(losing, getattr(PeerCalls, name))))
 
 
 def _hang_up(node: rpc.Node) -> None:
@@ -207,11 +211,19 @@ def _hang_up(node: rpc.Node) -> None:
 
 def load(part: Part) -> None:
     """Inserts numbered rows behind those that were inserted, and says at the end that there are no more."""
-    store, notes, choose = open_store(part), Notes(part), random.Random(part.seed)
+    store, notes, choose = store_of_task(part, "loader"), Notes(part), random.Random(part.seed)
     while not (part.folder / "enough").exists():
-        first = store.stats()["inserted"]
+        try:
+            first = store.stats()["inserted"]
+        except (PeerLostError, LookupError):  # the server is lost
+            time.sleep(0.01)
+            continue
         numbers = list(range(first, first + choose.randint(1, 3)))
-        grpo.insert(store, numbers)
+        try:
+            grpo.insert(store, numbers)
+        except PeerLostError:  # the store's count tells whether they are there
+            notes.add("insert unknown", numbers)
+            continue
         notes.add("inserted", numbers)
     store.finish()
 
@@ -341,7 +353,12 @@ class TaskRound(Round):
         return self.choose.random() * (0.5 if self.kind == PREEMPTED else 0.1)
 
     def fault(self, victim: Worker, store: gt.Store | None) -> None:
-        """Kills a process or all of them, which are begun again, or stops one."""
+        """Kills a process or all of them, which are begun again, or stops one.
+
+        A loader elsewhere is not killed alone: its last insert may still be made when the next loader counts the rows.
+        """
+        if self.kind == "tasks of other hosts" and victim.role == "loader":
+            victim = next(worker for worker in self.workers if worker.role == "server")
         if self.kind == PREEMPTED or self.choose.random() < 0.15:
             for worker in self.workers:  # none lives to find another dead
                 os.kill(worker.pid, signal.SIGSTOP)
@@ -378,6 +395,9 @@ def prove(store: gt.Store, noted: list[Event], figures: Counter[str]) -> list[st
     """What is wrong with a job that has come to its end, by its processes' notes and what is left in the store."""
     found: list[str] = []
     stats = store.stats()
+    not_known = sum(event.what == "insert unknown" for event in noted)
+    if not_known and not_known >= sum(event.what == "begins to serve" for event in noted):
+        found.append(f"{not_known} inserts had an end that is unknown, more than servers were lost")
     roomy = stats["set_back"] + stats["revoked"] == 0
     inserted = Counter(number for event in noted if event.what == "inserted" for number in event.values[0])
     if max(inserted.values(), default=0) > 1 or max(inserted, default=-1) >= stats["inserted"]:
@@ -431,6 +451,9 @@ def prove(store: gt.Store, noted: list[Event], figures: Counter[str]) -> list[st
         {
             "tasks done": sum(did.values()),
             "tasks done again": len(again),
+            "rows inserted": stats["inserted"],
+            "inserts acknowledged": sum(event.what == "inserted" for event in noted),
+            "inserts unknown": not_known,
             "connections cut": sum(event.what == "cuts" for event in noted),
             "batches": len(trained),
             "rows proven": len(rows) + len(left),

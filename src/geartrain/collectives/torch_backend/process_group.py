@@ -6,7 +6,7 @@
 
 To use it without editing the script, run `torchrun -m geartrain_autoload train.py` (src/geartrain_autoload).
 
-`geartrain.collectives.Group` runs the collectives of tensors on the CPU (exchanges.py). On GPUs it runs only
+`geartrain.collectives.Group` runs the collectives of tensors on the CPU (tensor_exchange.py). On GPUs it runs only
 all-reduce, through pinned memory (staging.py). Gloo (CPU) and NCCL (CUDA) run everything else: send and receive, other
 collectives on GPUs, and sums of sparse tensors. They are registered as backends of the process group, where torch's own
 code finds them, also from C++. `ProcessGroup.counters` counts the operations of each.
@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 from geartrain._native import forks
 from geartrain.collectives.torch_backend.device_groups import CLOSE_TIMEOUT_S, DeviceGroups
-from geartrain.collectives.torch_backend.exchanges import FORMS, TensorExchange, begin, timeout_of
 from geartrain.collectives.torch_backend.options import BackendOptions
+from geartrain.collectives.torch_backend.tensor_exchange import FORMS, TensorExchange, begin, timeout_of
 from geartrain.collectives.torch_backend.tensors import DTYPES, as_list, as_options, devices_of, flat_of, op_of
 from geartrain.collectives.torch_backend.work import Finisher, TorchWork, backend_error, uncompiled
 from geartrain.core.lifetime import living
@@ -351,7 +351,7 @@ def _exchanged(name: str) -> Any:
     def method(self: ProcessGroup, *arguments: Any, **names: Any) -> Any:
         return self._exchange(name, arguments, names)
 
-    method.__name__, method.__doc__ = name, "torch's, made by a Group where it can be (exchanges.py)."
+    method.__name__, method.__doc__ = name, "torch's, made by a Group where it can be (tensor_exchange.py)."
     return uncompiled(method)
 
 

@@ -57,7 +57,8 @@ def backend_error(error: Exception) -> dist.DistBackendError:
 class TorchWork(dist.Work):
     """torch's handle of one operation, with `wait`, `get_future`, `is_completed`, `exception` and `result`.
 
-    If several threads wait, one of them waits for the operation, and the others wait for that thread.
+    If several threads wait, one of them waits for the operation, and the others wait for that thread. It is no
+    `Lifetime`: torch's works have no end but that of their operation.
 
     Args:
         wait: waits for the operation until a deadline (seconds; None: the operation's own) and does what follows it;

@@ -1,8 +1,8 @@
 """Triton kernels that draw rows and gather them on a GPU, with the same results to the bit as the native CPU code.
 
-The CPU counterparts are native/selection/draw.cc and native/fetch/fetch.cc. Each kernel has one file, with a slow and
-obvious torch reference. `candidates.DeviceCandidates` combines the kernels for draws. Nothing is imported before its
-first use. `why_not_viable()` says what is missing, for `geartrain doctor`.
+The CPU counterparts are native/selection/draw.cc and native/fetch/fetch.cc. Each kernel has one file, and its tests
+a slow and obvious torch reference. `candidates.DeviceCandidates` combines the kernels for draws. Nothing is imported
+before its first use. `why_not_viable()` says what is missing, for `geartrain doctor`.
 
 | file | what it does | bytes |
 |---|---|---|

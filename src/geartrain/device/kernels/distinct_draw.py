@@ -34,39 +34,12 @@ from geartrain.device.kernels.philox import (
     below,
     counter_word,
     random_bits,
-    reference_below,
-    reference_bits,
 )
 from geartrain.device.kernels.weighted_draw import TILE, DrawKey, EveryRow, RunningSums, as_int, tile_sums
 from geartrain.errors import EmptyStoreError, NotEnoughRowsError
 
 GROUP = 1024
 MAX_DISTINCT = 2**29  # 5 n + 64 draws have 32-bit numbers
-
-
-def reference_draw_distinct(
-    values: torch.Tensor, seed: int, step: int, round: int, n: int, excluded: list[int]
-) -> list[int]:
-    """The rows, one draw after the other. `values` are int64."""
-    left = values.clone()
-    word = counter_word(DISTINCT_STREAM, round)
-    running, total = values.cumsum(0), int(values.sum())
-    seen = set(excluded)
-    chosen: list[int] = []
-    for draw in range(4 * n + 64):
-        target = reference_below(reference_bits(seed, step, word, draw), total)
-        row = int(torch.searchsorted(running, target, right=True))
-        if row not in seen and len(chosen) < n:
-            seen.add(row)
-            chosen.append(row)
-    left[list(seen)] = 0
-    word = counter_word(DISTINCT_STREAM, round, ATTEMPTS_PER_ROUND - 1)
-    for draw in range(4 * n + 64, 4 * n + 64 + n - len(chosen)):
-        target = reference_below(reference_bits(seed, step, word, draw), int(left.sum()))
-        row = int(torch.searchsorted(left.cumsum(0), target, right=True))
-        left[row] = 0
-        chosen.append(row)
-    return chosen
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------

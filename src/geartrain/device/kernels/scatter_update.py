@@ -30,14 +30,6 @@ from geartrain.device.kernels.checks import check, check_rows, interpreted, on_d
 from geartrain.device.kernels.weighted_draw import TILE
 
 
-def reference_scatter_update(priorities: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The priorities afterwards, one row at a time."""
-    after = priorities.clone()
-    for row, value in zip(rows.tolist(), values.view(torch.int32).tolist(), strict=True):
-        after.view(torch.int32)[row] = value
-    return after
-
-
 @triton.jit(do_not_specialize=["count"])
 def take_kernel(priorities, rows, old, count: tl.int64, BLOCK: tl.constexpr):
     """Step 1."""

@@ -32,34 +32,9 @@ import triton.language as tl
 
 from geartrain.core.arguments import check_whole
 from geartrain.device.kernels.checks import MAX_ROWS, check, interpreted, on_device_of
-from geartrain.device.kernels.weighted_draw import TILE, whole_numbers
+from geartrain.device.kernels.weighted_draw import TILE
 
 OLDEST, NEWEST, HEAVIEST = range(3)
-
-
-def reference_first_rows(
-    priorities: torch.Tensor,
-    selectable: torch.Tensor | None,
-    sequence: torch.Tensor | None,
-    order: int,
-    n: int,
-    after: int,
-    excluded: list[int],
-) -> list[int]:
-    """The rows, by sorting all of them."""
-    priority = whole_numbers(priorities).tolist()
-    place = list(range(1, len(priority) + 1)) if sequence is None else sequence.tolist()
-    rows = [
-        row
-        for row in range(len(priority))
-        if (selectable is None or selectable[row]) and place[row] > after and row not in set(excluded)
-    ]
-    rank = {
-        OLDEST: lambda row: place[row],
-        NEWEST: lambda row: -place[row],
-        HEAVIEST: lambda row: (-priority[row], place[row]),
-    }
-    return sorted(rows, key=rank[order])[:n]
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------

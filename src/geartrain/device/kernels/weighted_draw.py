@@ -30,7 +30,7 @@ import triton.language as tl
 
 from geartrain.core.arguments import check_whole
 from geartrain.device.kernels.checks import MAX_ROWS, check, interpreted, on_device_of
-from geartrain.device.kernels.philox import reference_below, reference_bits, target_of
+from geartrain.device.kernels.philox import target_of
 
 TILE = 256
 PART = 16  # a tile is PART parts of PART rows
@@ -55,38 +55,6 @@ def whole_numbers(values: torch.Tensor) -> torch.Tensor:
 def as_int(values: torch.Tensor) -> torch.Tensor:
     """A view of uint32 values as int32, for what torch cannot do with uint32."""
     return values.view(torch.int32) if values.dtype == torch.uint32 else values
-
-
-# --- reference -------------------------------------------------------------------------------------------------
-
-
-def reference_tile_sums(values: torch.Tensor, selectable: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum of each tile's values, those of unselectable rows left out."""
-    whole = whole_numbers(values)
-    if selectable is not None:
-        whole = whole * selectable
-    return torch.nn.functional.pad(whole, (0, -len(whole) % TILE)).reshape(-1, TILE).sum(1)
-
-
-def reference_draw(
-    values: torch.Tensor, selectable: torch.Tensor | None, key: DrawKey, numbers: list[int], strata: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and probabilities of draws, from running sums over all rows."""
-    whole = whole_numbers(values)
-    if selectable is not None:
-        whole = whole * selectable
-    running = whole.cumsum(0)
-    total = int(running[-1])
-    targets = []
-    for number in numbers:
-        bits = reference_bits(key.seed, key.step, key.word, number)
-        if strata == 0:
-            targets.append(reference_below(bits, total))
-        else:
-            first, last = number * total // strata, (number + 1) * total // strata
-            targets.append(min(first + reference_below(bits, max(last - first, 1)), total - 1))
-    rows = torch.searchsorted(running, torch.tensor(targets, dtype=torch.int64), right=True)
-    return rows, whole[rows].to(torch.float64) / float(total)
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ from geartrain.integrations.datasets.episode import (
     Array,
     Episode,
     FieldChoice,
+    FormatSource,
     Metadata,
-    Source,
     choose,
     flatten,
     plain,
@@ -47,7 +47,7 @@ def recognise(path: Path) -> bool:
     return path.is_file() and path.suffix == ".npz"
 
 
-class ArraySource(Source):
+class ArraySource(FormatSource):
     """Episodes of a dict of arrays; views, no copies.
 
     Args:
@@ -115,10 +115,6 @@ class ArraySource(Source):
             self._untimed |= {name for name, array in self._arrays.items() if array.ndim == 1}
             self._lengths = self._padded(lengths, size)
         self.episodes = len(self._lengths)
-
-    def __iter__(self) -> Iterator[Episode]:
-        """Every episode, as views of the arrays."""
-        return self.read()
 
     def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
         """The episodes of these numbers, as views of the arrays or read from the archive."""

@@ -27,7 +27,7 @@ def column_values(column: Any, step_shape: tuple[int, ...] | None) -> Array:
         if values.null_count:
             raise ValueError(f"{values.null_count} of {len(values)} values are missing (null)")
         values = getattr(values, "storage", values)  # an extension type over plain lists
-        if not _is_list(values.type):
+        if not is_list(values.type, fixed=True):
             break
         nested = True
         values = values.flatten()
@@ -84,8 +84,9 @@ def record_batches(
             done += len(batch)
 
 
-def _is_list(kind: Any) -> bool:
-    return str(kind).startswith(("list<", "large_list<", "fixed_size_list<"))
+def is_list(kind: Any, *, fixed: bool = False) -> bool:
+    """Whether a type is of lists of any length; with `fixed`, also of lists of one length."""
+    return str(kind).startswith(("list<", "large_list<", *(("fixed_size_list<",) if fixed else ())))
 
 
 def nested_array(arrow: Any, values: Array, fixed: bool = True) -> Any:

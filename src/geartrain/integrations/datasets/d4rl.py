@@ -23,18 +23,20 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.extras import require
 from geartrain.errors import SourceError
 from geartrain.integrations.datasets.episode import (
     SLICE_BYTES,
     Array,
     Episode,
     FieldChoice,
+    FormatSource,
     Metadata,
-    Source,
     choose,
+    ever,
     flags,
     reading,
-    require,
+    total,
 )
 
 LOOKS_FOR = "an HDF5 file with observations, actions, rewards and terminals"
@@ -51,8 +53,7 @@ _TERMS = {
 _NEEDED = ("observations", "actions", "rewards", "terminals")
 _SCALARS = ("rewards", "terminals", "timeouts")
 _USUAL = ("obs", "action", "reward", "terminated", "truncated", "final_obs")
-#: What a step has, and what is told of an episode by it.
-_OF_EPISODES = {"rewards": "return", "terminals": "terminated", "timeouts": "truncated"}
+_FLAGS = ("terminated", "truncated")
 _FLAGS_PER_READ = 1 << 20
 
 
@@ -64,7 +65,7 @@ def recognise(path: Path) -> bool:
         return file.read(len(_HDF5_MAGIC)) == _HDF5_MAGIC
 
 
-class D4rlSource(Source):
+class D4rlSource(FormatSource):
     """Episodes of a D4RL-layout file, read in slices of about 16 MB.
 
     Args:
@@ -91,7 +92,7 @@ class D4rlSource(Source):
         self.name = str(path)
         if episode_steps is not None and episode_steps < 1:
             raise SourceError(f"episode_steps is {episode_steps}; it counts steps, from 1")
-        self._h5py = require("h5py", "hdf5", "Reading HDF5")
+        self._h5py = require("h5py", "geartrain[hdf5]", "Reading HDF5")
         with self._open() as file, reading(self.name, "D4RL's layout"):
             self._steps, found = self._columns(file)
             self._chosen = choose(
@@ -102,17 +103,11 @@ class D4rlSource(Source):
                 skip_unsupported,
             )
             self._paths = {name: dataset for name, (dataset, _) in found.items()}
-            self._flags = [name for name in ("terminals", "timeouts") if name in file]
-            self._reduced: dict[str, Array] = {}
             cut_at = ["terminals"]
             if timeouts and "timeouts" in file:
                 cut_at.append("timeouts")
             self._edges = self._cuts(file, cut_at, episode_steps, keep_unfinished)
         self.episodes = len(self._edges) - 1
-
-    def __iter__(self) -> Iterator[Episode]:
-        """Every episode: views of the slice of the file that it came in."""
-        return self.read()
 
     def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
         """The episodes, from slices of the file with no steps of others in between."""
@@ -147,30 +142,11 @@ class D4rlSource(Source):
     def metadata(self) -> Iterator[Mapping[str, Any]]:
         """`length` from the flags, which were read when the file was opened. `return`, `terminated` and `truncated` are
         read when they are asked for."""
-        later = {_OF_EPISODES[name]: name for name in _OF_EPISODES if name in self._flags or name == "rewards"}
-
-        def value(name: str, number: int) -> Any:
-            return self._per_episode(name)[number].item()
-
+        figures = {"return": functools.partial(self.figure, "reward", total)}
+        figures |= {name: functools.partial(self.figure, name, ever) for name in _FLAGS if name in self._paths}
         for number, length in enumerate(np.diff(self._edges).tolist()):
-            made = {stored: functools.partial(value, name, number) for stored, name in later.items()}
-            yield Metadata(number, {"length": length}, made)
-
-    def _per_episode(self, name: str) -> Array:
-        """Each episode's sum of rewards, or whether any of its steps has the flag."""
-        if name not in self._reduced:
-            of_rewards = name == "rewards"
-            values = np.zeros(len(self._edges) - 1, np.float64 if of_rewards else bool)
-            with self._open() as file:
-                for begin in range(0, int(self._edges[-1]), _FLAGS_PER_READ):
-                    end = min(begin + _FLAGS_PER_READ, int(self._edges[-1]))
-                    place = f"{self.name}: {name} of steps {begin} to {end - 1}"
-                    with reading(place, "one number a step"):
-                        steps = _values(place, file[name], begin, end)
-                    episodes = np.searchsorted(self._edges, np.arange(begin, end), side="right") - 1
-                    (np.add if of_rewards else np.logical_or).at(values, episodes, steps)
-            self._reduced[name] = values
-        return self._reduced[name]
+            later = {name: functools.partial(figure, number) for name, figure in figures.items()}
+            yield Metadata(number, {"length": length}, later)
 
     def _episode(self, number: int, data: dict[str, Array], begin: int) -> Episode:
         start, stop = int(self._edges[number]), int(self._edges[number + 1])

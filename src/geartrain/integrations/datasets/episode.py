@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import importlib
+import copy
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from geartrain.errors import (
     ArgumentError,
     FieldError,
     GeartrainError,
-    MissingDependencyError,
     SchemaError,
     SourceError,
 )
@@ -278,6 +277,42 @@ class Source(abc.ABC):
         return found
 
 
+class FormatSource(Source):
+    """A source that reads the chosen fields of any episodes, by their numbers."""
+
+    _chosen: dict[str, str]  # stored name -> the format's name
+
+    @abc.abstractmethod
+    def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]: ...
+
+    def __iter__(self) -> Iterator[Episode]:
+        return self.read()
+
+    @functools.cached_property
+    def _figures(self) -> dict[str, list[Any]]:
+        return {}
+
+    def figure(self, field: str, of_steps: Callable[[Array], Any], number: int) -> Any:
+        """A figure of one episode, from its steps of a field, which are read for all episodes when it is first asked
+        for."""
+        if field not in self._figures:
+            alone = copy.copy(self)
+            alone._chosen = {field: field}
+            with reading(f"{self.name}: {field} of all episodes", "numbers"):
+                self._figures[field] = [of_steps(np.asarray(each.timed[field])) for each in alone.read()]
+        return self._figures[field][number]
+
+
+def total(steps: Array) -> float:
+    """The sum of an episode's rewards: its return."""
+    return float(steps.sum(dtype=np.float64))
+
+
+def ever(steps: Array) -> bool:
+    """Whether a flag is set in any step."""
+    return bool(steps.any())
+
+
 def choose(
     where: str,
     wanted: FieldChoice,
@@ -435,20 +470,6 @@ def flags(place: str, values: Array, first: int = 0) -> Array:
             f"{len(wrong):,} are neither"
         )
     return values.astype(bool)
-
-
-def require(module: str, extra: str, purpose: str) -> ModuleType:
-    """An optional package, imported now.
-
-    Raises:
-        MissingDependencyError: it cannot be imported; carries the line that installs it.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingDependencyError(
-            f'{purpose} needs {module.partition(".")[0]} ({error}). Install it with: pip install "geartrain[{extra}]"'
-        ) from error
 
 
 def _listed(names: Collection[str]) -> str:

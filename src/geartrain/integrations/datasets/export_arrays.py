@@ -18,7 +18,6 @@ import numpy as np
 from geartrain.core.schema import Field
 from geartrain.errors import NoSpaceError, SourceError
 from geartrain.integrations.datasets.episode import Array
-from geartrain.integrations.datasets.export_leftovers import parts_of
 from geartrain.integrations.datasets.stored_rows import RowGroup
 from geartrain.integrations.datasets.writer import DatasetWriter, is_empty_folder, is_regular, not_of_numpy, raw_bytes
 
@@ -108,7 +107,7 @@ class NpzWriter(DatasetWriter):
     def __init__(self, path: Path, *, fields: Mapping[str, Field], about: str, compress: bool = False) -> None:
         self._path = path
         self._compress = compress
-        self._parts = parts_of(path)
+        self._parts = path.with_name("parts")
         self._arrays = NpyWriter(self._parts, fields=fields, about=about)
 
     @classmethod

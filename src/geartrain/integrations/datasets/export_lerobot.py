@@ -29,15 +29,15 @@ from typing import Any
 import numpy as np
 
 from geartrain.core.arguments import check_text, check_texts, check_type, shown
-from geartrain.core.json_values import read_object
+from geartrain.core.extras import require
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, SourceError
 from geartrain.integrations.datasets.arrow import nested_array
-from geartrain.integrations.datasets.episode import Array, require
+from geartrain.integrations.datasets.episode import Array
 from geartrain.integrations.datasets.export_video import VideoEncoding, VideoFolder
 from geartrain.integrations.datasets.feature_stats import FeatureStats, episode_stats
 from geartrain.integrations.datasets.stored_rows import RowGroup
-from geartrain.integrations.datasets.writer import DatasetWriter, holds_only, is_empty_folder, is_regular, not_real
+from geartrain.integrations.datasets.writer import DatasetWriter, is_dataset_folder, not_real
 
 _COUNTED = ("index", "episode_index", "frame_index")
 _GIVEN = {"timestamp": Field((), "float32"), "task_index": Field((), "int64")}
@@ -93,8 +93,8 @@ class LeRobotWriter(DatasetWriter):
         if robot_type is not None:
             check_text("robot_type", robot_type)
         self._tasks = _task_names(task, tasks, "task_index" in fields)
-        self._arrow = require("pyarrow", "lerobot", "Writing LeRobot datasets")
-        self._parquet = require("pyarrow.parquet", "lerobot", "Writing LeRobot datasets")
+        self._arrow = require("pyarrow", "geartrain[lerobot]", "Writing LeRobot datasets")
+        self._parquet = require("pyarrow.parquet", "geartrain[lerobot]", "Writing LeRobot datasets")
         self._fields = dict(fields)
         self._keys = _keys_of(self._fields)
         self._images = [name for name, field in self._fields.items() if _is_image(name, field)]
@@ -107,7 +107,7 @@ class LeRobotWriter(DatasetWriter):
             if why is not None:
                 raise SourceError(f"{name} is {self._fields[name].shape[:2]}: {why}; take another video_codec")
         if self._images:
-            self._pillow = require("PIL.Image", "lerobot", "Encoding images")
+            self._pillow = require("PIL.Image", "geartrain[lerobot]", "Encoding images")
         self._fps, self._robot_type = fps, robot_type
         self._path = path
         self._frames = self._episodes = 0
@@ -148,15 +148,7 @@ class LeRobotWriter(DatasetWriter):
     @classmethod
     def replaces(cls, path: Path) -> bool:
         """A folder with meta/info.json that has nothing but a dataset's tables, images and videos."""
-        if is_empty_folder(path):
-            return True
-        if not path.is_dir() or not holds_only(path, _ENTRIES):
-            return False
-        about = path / "meta" / "info.json"
-        try:
-            return is_regular(about) and "codebase_version" in read_object(about)
-        except (OSError, ValueError):
-            return False
+        return is_dataset_folder(path, _ENTRIES, "meta/info.json", "codebase_version")
 
     def write(self, group: RowGroup) -> int:
         """Appends the rows to the tables, each an episode."""

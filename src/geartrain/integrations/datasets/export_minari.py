@@ -23,16 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.core.json_values import read_object
-from geartrain.core.schema import Field
+from geartrain.core.extras import require
+from geartrain.core.schema import Field, nested
 from geartrain.errors import ArgumentError, MissingDependencyError, ProcessDiedError, SourceError
-from geartrain.integrations.datasets.episode import require
 from geartrain.integrations.datasets.stored_rows import RowGroup
 from geartrain.integrations.datasets.writer import (
     DatasetWriter,
-    holds_only,
-    is_empty_folder,
-    is_regular,
+    is_dataset_folder,
     not_real,
     raw_bytes,
 )
@@ -136,15 +133,8 @@ class MinariWriter(DatasetWriter):
     @classmethod
     def replaces(cls, path: Path) -> bool:
         """A folder with data/metadata.json that has nothing but a dataset's files, of any of Minari's layouts."""
-        if is_empty_folder(path):
-            return True
-        if not path.is_dir() or not holds_only(path, {"data": (".hdf5", ".json", ".arrow", ".parquet")}):
-            return False
-        about = path / "data" / "metadata.json"
-        try:
-            return is_regular(about) and "data_format" in read_object(about)
-        except (OSError, ValueError):
-            return False
+        kinds = {"data": (".hdf5", ".json", ".arrow", ".parquet")}
+        return is_dataset_folder(path, kinds, "data/metadata.json", "data_format")
 
     def write(self, group: RowGroup) -> int:
         """Writes each row as an episode."""
@@ -207,10 +197,10 @@ class MinariFile:
         repeat: bool,
         metadata: dict[str, Any],
     ) -> None:
-        storage = require("minari.dataset.minari_storage", "minari", "Writing Minari datasets").MinariStorage
+        storage = require("minari.dataset.minari_storage", "geartrain[minari]", "Writing Minari datasets").MinariStorage
         if "jpeg_encoding" not in inspect.signature(storage.new).parameters:
             raise MissingDependencyError("older versions of Minari change images: pip install 'minari>=0.5.4'")
-        self._buffer = require("minari.data_collector", "minari", "Writing Minari datasets").EpisodeBuffer
+        self._buffer = require("minari.data_collector", "geartrain[minari]", "Writing Minari datasets").EpisodeBuffer
         self._fields, self._names, self._infos, self._repeat = fields, names, infos, repeat
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -221,7 +211,7 @@ class MinariFile:
                 data_format="hdf5",
                 jpeg_encoding=False,
             )
-        minari = require("minari", "minari", "Writing Minari datasets")
+        minari = require("minari", "geartrain[minari]", "Writing Minari datasets")
         self._dataset.update_metadata({**metadata, "minari_version": minari.__version__, "requirements": []})
 
     def write(self, group: RowGroup) -> None:
@@ -240,16 +230,16 @@ class MinariFile:
             }
             yield self._buffer(
                 id=group.first + index,
-                observations=_nested("obs", observations),
-                actions=_nested("action", {name: row[name] for name in self._names["action"]}),
+                observations=_tree("obs", observations),
+                actions=_tree("action", {name: row[name] for name in self._names["action"]}),
                 rewards=row["reward"],
                 terminations=row["terminated"],
                 truncations=row["truncated"],
-                infos=_nested("", {"." + to: row[name] for name, to in self._infos.items()}) if self._infos else None,
+                infos=nested({to: row[name] for name, to in self._infos.items()}) if self._infos else None,
             )
 
     def _space(self, top: str) -> Any:
-        spaces = require("gymnasium.spaces", "minari", "Writing Minari datasets")
+        spaces = require("gymnasium.spaces", "geartrain[minari]", "Writing Minari datasets")
 
         def box(name: str) -> Any:
             field = self._fields[name]
@@ -264,7 +254,7 @@ class MinariFile:
         def made(tree: Any) -> Any:
             return spaces.Dict({key: made(value) for key, value in tree.items()}) if isinstance(tree, dict) else tree
 
-        return made(_nested(top, {name: box(name) for name in self._names[top]}))
+        return made(_tree(top, {name: box(name) for name in self._names[top]}))
 
 
 def _last_obs_bytes(fields: Mapping[str, Field]) -> int:
@@ -288,22 +278,11 @@ def _said(field: Field) -> str:
     return f"{field.dtype} {field.shape}"
 
 
-def _nested(top: str, leaves: Mapping[str, Any]) -> Any:
+def _tree(top: str, leaves: Mapping[str, Any]) -> Any:
     """Leaves by dotted names below `top` as nested dicts; the leaf itself where `top` is one."""
     if list(leaves) == [top]:
         return leaves[top]
-    tree: dict[str, Any] = {}
-    for name, value in leaves.items():
-        *path, last = name.removeprefix(top + ".").split(".") if top else name.removeprefix(".").split(".")
-        place = tree
-        for key in path:
-            place = place.setdefault(key, {})
-            if not isinstance(place, dict):
-                raise SourceError(f"{name}: {key} is both a field and has fields below it")
-        if last in place:
-            raise SourceError(f"{name} is both a field and has fields below it")
-        place[last] = value
-    return tree
+    return nested({name.removeprefix(top + "."): value for name, value in leaves.items()})
 
 
 __all__ = ["MinariFile", "MinariWriter"]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from geartrain.core.arguments import check_choice
+from geartrain.core.extras import require
 from geartrain.core.schema import Field
 from geartrain.integrations.datasets.arrow import nested_array
-from geartrain.integrations.datasets.episode import require
 from geartrain.integrations.datasets.stored_rows import RowGroup
 from geartrain.integrations.datasets.writer import DatasetWriter, is_regular, not_real
 
@@ -35,8 +35,8 @@ class ParquetWriter(DatasetWriter):
 
     def __init__(self, path: Path, *, fields: Mapping[str, Field], about: str, compression: str = "zstd") -> None:
         check_choice("compression", compression, _COMPRESSIONS)
-        self._arrow = require("pyarrow", "parquet", "Writing Parquet")
-        parquet = require("pyarrow.parquet", "parquet", "Writing Parquet")
+        self._arrow = require("pyarrow", "geartrain[parquet]", "Writing Parquet")
+        parquet = require("pyarrow.parquet", "geartrain[parquet]", "Writing Parquet")
         self._fields = dict(fields)
         # Statistics of columns of arrays say nothing, and dictionaries of floats are as large as the floats.
         self._writer = parquet.ParquetWriter(

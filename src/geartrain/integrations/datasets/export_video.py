@@ -13,8 +13,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from geartrain.core.arguments import check_choice, check_whole, optional
+from geartrain.core.extras import require
 from geartrain.errors import ArgumentError
-from geartrain.integrations.datasets.episode import Array, require
+from geartrain.integrations.datasets.episode import Array
 
 # By the option's word: FFmpeg's encoder, the codec's name in the dataset, and the quality that is taken by default.
 _CODECS = {
@@ -72,7 +73,7 @@ class VideoEncoding:
         most = _MOST_QUALITY[self.codec]
         optional(check_whole, f"the option video_quality, 0 the best for {self.codec},", self.quality, 0, most)
         check_whole("the option video_key_frames", self.key_frames, 1, 100_000)
-        if self.encoder not in require("av", "lerobot", "Encoding videos").codecs_available:
+        if self.encoder not in require("av", "geartrain[lerobot]", "Encoding videos").codecs_available:
             raise ArgumentError(f"this build of PyAV has no encoder {self.encoder}: take another video_codec")
 
     @property
@@ -145,7 +146,7 @@ class VideoFolder:
         file_bytes: int,
         files_per_chunk: int,
     ) -> None:
-        self._av = require("av", "lerobot", "Encoding videos")
+        self._av = require("av", "geartrain[lerobot]", "Encoding videos")
         self._folder, self._template, self._encoding = folder, template, encoding
         self._height, self._width = shape[:2]
         self._fps, self._file_bytes, self._files_per_chunk = fps, file_bytes, files_per_chunk

@@ -25,9 +25,10 @@ from geartrain.core.shared_files import FULL, Trust, check_trust, room_in
 from geartrain.errors import ArgumentError, DatasetExistsError, GeartrainError, NoSpaceError, SourceError
 from geartrain.integrations.datasets.arguments import casts_of, checked_options
 from geartrain.integrations.datasets.episode import FieldChoice, choose
-from geartrain.integrations.datasets.export_leftovers import at_work, remove, remove_dead, unfinished
 from geartrain.integrations.datasets.stored_rows import METADATA, StoredRows
 from geartrain.integrations.datasets.writer import DatasetWriter
+from geartrain.store.checkpoint_directory import sibling
+from geartrain.store.checkpoint_format import sync_directory
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.recorder import EPISODES
 from geartrain.store.store import Store
@@ -153,9 +154,11 @@ def export_store(
     if metadata and not writer_class.TAKES_METADATA:
         raise ArgumentError(f"{format} has no place for the metadata of rows; npz, npy and parquet have")
     _check_target(target, format, overwrite, writer_class)
-    remove_dead(target)
     started = time.monotonic()
-    with StoredRows(source, trust=trust) as rows:
+    with contextlib.ExitStack() as ends:
+        with _naming_errors(target):
+            fresh = ends.enter_context(sibling(target)) / "dataset"
+        rows = ends.enter_context(StoredRows(source, trust=trust))
         if rows.count == 0:
             raise SourceError(f"{rows.name} has no row to export")
         chosen, left_out = _chosen(rows, writer_class, fields, casts, skip_unsupported)
@@ -170,10 +173,7 @@ def export_store(
             written |= METADATA
         _check_space(target, writer_class.needed_bytes(written, rows.episodes(), rows.steps()[0]))
         done = steps = 0
-        with (
-            _beside(target) as fresh,
-            Progress(f"exporting {rows.name}", rows.count, unit="rows", enabled=progress) as bar,
-        ):
+        with Progress(f"exporting {rows.name}", rows.count, unit="rows", enabled=progress) as bar:
             with (
                 _naming_errors(target),
                 _ending(writer_class(fresh, fields=written, about=rows.name, **options)) as to,
@@ -253,12 +253,6 @@ def _check_target(target: Path, format: str, overwrite: bool, writer: type[Datas
             raise DatasetExistsError(
                 f"{target} has files that are not of a {format} dataset, so it is not replaced: choose another path"
             )
-    with _naming_errors(target):
-        probe = unfinished(target)
-        try:
-            probe.touch(exist_ok=False)
-        finally:
-            probe.unlink(missing_ok=True)
 
 
 def _is_there(target: Path) -> bool:
@@ -285,18 +279,6 @@ def _check_space(target: Path, needed: int) -> None:
         raise NoSpaceError(
             f"{target} needs {needed:,} bytes at least, and its file system has {free:,}; nothing was written"
         )
-
-
-@contextlib.contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """A path for the unfinished dataset, on the same file system; gone afterwards, but for what was put in place."""
-    fresh = unfinished(target)
-    with at_work(fresh):
-        try:
-            yield fresh
-        finally:
-            with contextlib.suppress(OSError):  # the next export to this target removes it
-                remove(fresh)
 
 
 @contextlib.contextmanager
@@ -342,11 +324,7 @@ def _put_in_place(fresh: Path, target: Path, format: str, overwrite: bool, write
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
                 raise
             fresh.rename(target)  # a file system without links
-    descriptor = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(target.parent)
 
 
 @contextlib.contextmanager

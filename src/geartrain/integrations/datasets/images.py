@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from geartrain.core.arguments import check_choice, check_whole, shown
+from geartrain.core.extras import require
 from geartrain.errors import ArgumentError
-from geartrain.integrations.datasets.episode import Array, require
+from geartrain.integrations.datasets.episode import Array
 
 _MOST_EDGE = 1 << 14
 
@@ -93,7 +94,7 @@ def decode_image(
         ValueError: the bytes are not an image, or not one of that kind.
         MissingDependencyError: Pillow is not installed.
     """
-    image_module = require("PIL.Image", extra, "Decoding images")
+    image_module = require("PIL.Image", f"geartrain[{extra}]", "Decoding images")
     if not data:
         raise ValueError("the image is empty")
     try:

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.core.arguments import check_real, check_whole, shown
+from geartrain.core.extras import require
 from geartrain.core.json_values import parse_json, read_object
 from geartrain.errors import SourceError
 from geartrain.integrations.datasets.arrow import column_values, record_batches
@@ -40,13 +41,14 @@ from geartrain.integrations.datasets.episode import (
     DeferredSteps,
     Episode,
     FieldChoice,
+    FormatSource,
     Metadata,
-    Source,
     choose,
     count_of,
+    ever,
     plain,
     reading,
-    require,
+    total,
 )
 from geartrain.integrations.datasets.images import ImageForm, decode_image
 from geartrain.integrations.datasets.lerobot_video import (
@@ -77,7 +79,7 @@ def recognise(path: Path) -> bool:
     return (path / "meta" / "info.json").is_file()
 
 
-class LeRobotSource(Source):
+class LeRobotSource(FormatSource):
     """Episodes of a LeRobotDataset folder, a batch of frames in memory at a time.
 
     Args:
@@ -114,7 +116,7 @@ class LeRobotSource(Source):
         self.threads, self._tolerance_s = threads, tolerance_s
         self.name = str(path)
         self._root = Path(path)
-        self._parquet = require("pyarrow.parquet", "lerobot", "Reading LeRobot datasets")
+        self._parquet = require("pyarrow.parquet", "geartrain[lerobot]", "Reading LeRobot datasets")
         about = f"{path}: meta/info.json"
         with reading(about, "a JSON object"):
             self._info = read_object(self._root / "meta" / "info.json")
@@ -143,23 +145,18 @@ class LeRobotSource(Source):
             if self._features[key := self._paths[found]]["dtype"] == "video"
         }
         if self._videos:
-            require("av", "lerobot", "Importing videos")
+            require("av", "geartrain[lerobot]", "Importing videos")
             if self._fps <= 0 or "timestamp" not in self._features or not self._info.get("video_path"):
                 raise SourceError(f"{about}: has videos, and lacks the feature timestamp, fps or video_path")
             why = why_no_times(self._features["timestamp"])
             if why is not None:
                 raise SourceError(f"{about}: has videos, whose frames are found by timestamp: {why}")
         self._readers = VideoReaders(self.threads)
-        self._reduced: dict[str, dict[int, Any]] = {}
         self._places: dict[tuple[int, str], VideoPlace] = {}  # by episode and feature
         self._about: dict[int, dict[str, Any]] = {}  # by episode_index, what meta/ has beside the length
         self._lengths, self._files = self._v3() if version.startswith("v3.") else self._v2()
         self._indices = sorted(self._lengths)
         self.episodes = len(self._lengths)
-
-    def __iter__(self) -> Iterator[Episode]:
-        """Every episode, joined from the batches and files that it spans."""
-        return self.read()
 
     def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
         """The episodes. Files and row groups of others are not read, their images and videos not decoded."""
@@ -187,30 +184,11 @@ class LeRobotSource(Source):
 
     def metadata(self) -> Iterator[Mapping[str, Any]]:
         """What meta/ has of each episode; no data is read, but one column where `return` or `success` is asked for."""
-        columns = {"return": "next.reward", "success": "next.success"}
-        later = {name: key for name, key in columns.items() if key in self._features}
-
-        def value(name: str, index: int) -> Any:
-            return self._per_episode(later[name])[index].item()
-
+        figures = {"return": ("reward", total), "success": ("next.success", ever)}
+        there = {name: figure for name, figure in figures.items() if figure[0] in self._paths}
         for number, index in enumerate(self._indices):
-            made = {name: functools.partial(value, name, index) for name in later}
-            yield Metadata(number, {"length": self._lengths[index], **self._about.get(index, {})}, made)
-
-    def _per_episode(self, key: str) -> dict[int, Any]:
-        """By episode, the sum of a column of rewards, or whether a flag is ever set."""
-        if key not in self._reduced:
-            sums = key == "next.reward"
-            found: dict[int, Any] = dict.fromkeys(self._lengths, np.float64(0) if sums else np.False_)
-            for file in self._files:
-                for episodes, batch in self._batches(file, [key], None):
-                    with reading(f"{self.name}: {file}: {key}", "one number for each frame"):
-                        values = column_values(batch.column(key), ())
-                    for index in np.unique(episodes).tolist():
-                        of_it = values[episodes == index]
-                        found[index] = found.get(index, 0) + of_it.sum() if sums else found.get(index) or of_it.any()
-            self._reduced[key] = found
-        return self._reduced[key]
+            later = {name: functools.partial(self.figure, *figure, number) for name, figure in there.items()}
+            yield Metadata(number, {"length": self._lengths[index], **self._about.get(index, {})}, later)
 
     def release(self) -> None:
         """Closes the videos."""

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.extras import require
 from geartrain.core.json_values import read_object
 from geartrain.errors import SourceError
 from geartrain.integrations.datasets.arrow import column_values
@@ -41,14 +42,14 @@ from geartrain.integrations.datasets.episode import (
     Array,
     Episode,
     FieldChoice,
+    FormatSource,
     Metadata,
-    Source,
     choose,
     count_of,
     flags,
     plain,
     reading,
-    require,
+    total,
 )
 from geartrain.integrations.datasets.images import decode_image
 
@@ -75,7 +76,7 @@ def recognise(path: Path) -> bool:
     return _data_folder(path) is not None
 
 
-class MinariSource(Source):
+class MinariSource(FormatSource):
     """Episodes of a local Minari dataset; nothing is downloaded.
 
     Args:
@@ -88,7 +89,7 @@ class MinariSource(Source):
 
     def __init__(self, path: str | Path, *, fields: FieldChoice = None, skip_unsupported: bool = False) -> None:
         self.name = str(path)
-        minari = require("minari", "minari", "Reading Minari datasets")
+        minari = require("minari", "geartrain[minari]", "Reading Minari datasets")
         self._folder = self._find(path)
         with reading(f"{self.name}: metadata.json", "the metadata of a Minari dataset that the installed Minari reads"):
             storage = minari.MinariDataset(self._folder).storage
@@ -111,32 +112,20 @@ class MinariSource(Source):
         default = [name for name in available if name.partition(".")[0] in _USUAL]
         self._chosen = choose(self.name, fields, available, default, skip_unsupported)
 
-    def __iter__(self) -> Iterator[Episode]:
-        """Every episode by its id, one in memory at a time."""
-        return self.read()
-
     def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
         """The episodes of these ids; nothing of others is read."""
         with self._opened() as opened:
             for number in range(len(self._lengths)) if numbers is None else numbers:
-                yield self._episode(number, self._lengths[number], self._read_from(opened, number))
+                with reading(f"{self.name}: episode_{number}", f"an episode in Minari's {self._format} layout"):
+                    read = self._reader(opened, number)
+                yield self._episode(number, self._lengths[number], read)
 
     def metadata(self) -> Iterator[Mapping[str, Any]]:
         """What Minari keeps of each episode; no data is read, but the rewards where `return` is asked for."""
         for number, about in enumerate(self._about):
             more = {name: value for name, value in about.items() if name != "total_steps"}
-            yield Metadata(
-                number, {"length": self._lengths[number], **more}, {"return": functools.partial(self._return, number)}
-            )
-
-    def _return(self, number: int) -> float:
-        with self._opened() as opened:
-            rewards = self._read_from(opened, number, ("rewards",))(("rewards",))
-        return float(rewards[: self._lengths[number]].sum())
-
-    def _read_from(self, opened: Any, number: int, columns: Sequence[str] | None = None) -> _Reader:
-        with reading(f"{self.name}: episode_{number}", f"an episode in Minari's {self._format} layout"):
-            return self._reader(opened, number, columns)
+            later = {"return": functools.partial(self.figure, "reward", total, number)}
+            yield Metadata(number, {"length": self._lengths[number], **more}, later)
 
     def _episode(self, number: int, length: int, read: _Reader) -> Episode:
         timed: dict[str, Array] = {}
@@ -172,7 +161,7 @@ class MinariSource(Source):
     def _find(self, path: str | Path) -> Path:
         folder = _data_folder(Path(path))
         if folder is None and not Path(path).exists():
-            root = require("minari.storage.datasets_root_dir", "minari", "Reading Minari datasets")
+            root = require("minari.storage.datasets_root_dir", "geartrain[minari]", "Reading Minari datasets")
             folder = _data_folder(root.get_dataset_path(str(path)))
         if folder is None:
             raise SourceError(f"{path}: no Minari dataset; looked for {LOOKS_FOR}")
@@ -181,7 +170,7 @@ class MinariSource(Source):
     def _opened(self) -> Any:
         """What stays open while the episodes are read: the HDF5 file, or nothing."""
         if self._format == "hdf5":
-            h5py = require("h5py", "minari", "Reading Minari's HDF5 files")
+            h5py = require("h5py", "geartrain[minari]", "Reading Minari's HDF5 files")
             with reading(f"{self.name}: main_data.hdf5", "HDF5"):
                 return h5py.File(self._folder / "main_data.hdf5", "r")
         return contextlib.nullcontext()
@@ -196,15 +185,15 @@ class MinariSource(Source):
         if held != len(self._lengths):
             raise SourceError(f"{self.name}: holds {held} episodes, its metadata promise {len(self._lengths)}")
 
-    def _reader(self, opened: Any, number: int, columns: Sequence[str] | None) -> _Reader:
+    def _reader(self, opened: Any, number: int) -> _Reader:
         if self._format == "hdf5":
             group = opened[f"episode_{number}"]
             return lambda leaf: self._from_hdf5(group, leaf)
-        batch = self._batch(number, columns)
+        batch = self._batch(number)
         return lambda leaf: self._from_arrow(batch, leaf)
 
-    def _batch(self, number: int, columns: Sequence[str] | None) -> Any:
-        """The Arrow record batch that an episode is, with these columns or those of the chosen fields.
+    def _batch(self, number: int) -> Any:
+        """The Arrow record batch that an episode is, with the columns of the chosen fields.
 
         Raises:
             ValueError: it is in several pieces, whose order is unknown.
@@ -213,7 +202,7 @@ class MinariSource(Source):
         if len(files) != 1:
             raise ValueError(f"{len(files)} .{self._format} files in its folder, expected one")
         if self._format == "arrow":
-            arrow = require("pyarrow", "minari", "Reading Minari's Arrow files")
+            arrow = require("pyarrow", "geartrain[minari]", "Reading Minari's Arrow files")
             file = arrow.ipc.open_file(arrow.memory_map(str(files[0])))
             pieces = file.num_record_batches
 
@@ -223,9 +212,9 @@ class MinariSource(Source):
                 return batch
 
         else:
-            parquet = require("pyarrow.parquet", "minari", "Reading Minari's Parquet files")
+            parquet = require("pyarrow.parquet", "geartrain[minari]", "Reading Minari's Parquet files")
             file = parquet.ParquetFile(files[0])
-            wanted = columns or [*dict.fromkeys(self._leaf_of[name][0] for name in self._chosen.values())]
+            wanted = [*dict.fromkeys(self._leaf_of[name][0] for name in self._chosen.values())]
             pieces = file.num_row_groups
 
             def read(index: int) -> Any:
@@ -274,7 +263,7 @@ class MinariSource(Source):
     def _is_jpeg(self, space: Any) -> bool:
         if space is None or not self._jpeg:
             return False
-        storage = require("minari.dataset.minari_storage", "minari", "Reading Minari datasets")
+        storage = require("minari.dataset.minari_storage", "geartrain[minari]", "Reading Minari datasets")
         return bool(storage.is_image_space(space))
 
     def _available(self) -> dict[str, str | None]:
@@ -318,10 +307,10 @@ class MinariSource(Source):
         if file is None:
             return leaves
         if self._format == "arrow":
-            arrow = require("pyarrow", "minari", "Reading Minari's Arrow files")
+            arrow = require("pyarrow", "geartrain[minari]", "Reading Minari's Arrow files")
             schema = arrow.ipc.open_file(arrow.memory_map(str(file))).schema
         else:
-            schema = require("pyarrow.parquet", "minari", "Reading Minari's Parquet files").read_schema(file)
+            schema = require("pyarrow.parquet", "geartrain[minari]", "Reading Minari's Parquet files").read_schema(file)
         if "infos" in schema.names:
             walk(schema.field("infos").type, ())
         return leaves

@@ -8,24 +8,24 @@ long. The files of a folder are read in the order of their names.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from geartrain.core.extras import require
 from geartrain.errors import SourceError
-from geartrain.integrations.datasets.arrow import column_values, record_batches
+from geartrain.integrations.datasets.arrow import column_values, is_list, record_batches
 from geartrain.integrations.datasets.episode import (
     Array,
     Episode,
     FieldChoice,
+    FormatSource,
     Metadata,
-    Source,
     choose,
     reading,
-    require,
+    total,
 )
 
 LOOKS_FOR = "a Parquet file, or a folder of .parquet files"
@@ -47,7 +47,7 @@ def recognise(path: Path) -> bool:
         return file.read(4) == b"PAR1"
 
 
-class ParquetSource(Source):
+class ParquetSource(FormatSource):
     """Episodes of Parquet files, a few records in memory at a time.
 
     Raises:
@@ -57,7 +57,7 @@ class ParquetSource(Source):
 
     def __init__(self, path: str | Path, *, fields: FieldChoice = None, skip_unsupported: bool = False) -> None:
         self.name = str(path)
-        self._parquet = require("pyarrow.parquet", "parquet", "Reading Parquet")
+        self._parquet = require("pyarrow.parquet", "geartrain[parquet]", "Reading Parquet")
         folder = Path(path)
         self._files = sorted(folder.glob("*.parquet")) if folder.is_dir() else [folder]
         if not self._files:
@@ -75,11 +75,7 @@ class ParquetSource(Source):
         if len(available) != len(self._schema.names):
             raise SourceError(f"{path}: has two columns of one name")
         self._chosen = choose(self.name, fields, available, list(available), skip_unsupported)
-        self._timed = {name for name in self._chosen.values() if _is_timed(self._schema.field(name).type)}
-
-    def __iter__(self) -> Iterator[Episode]:
-        """Every record."""
-        return self.read()
+        self._timed = {str(column.name) for column in self._schema if is_list(column.type)}
 
     def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
         """The records of these numbers; row groups without one of them are not read."""
@@ -104,8 +100,7 @@ class ParquetSource(Source):
         """`length` from the smallest timed column, values of columns without lists, and `return` when asked for."""
         assert self._schema is not None
         once = [str(each.name) for each in self._schema if str(each.type).startswith(_PLAIN)]
-        timed = min(self._timed, key=self._size_of, default=None)
-        with_return = "reward" in self._schema.names and _is_timed(self._schema.field("reward").type)
+        timed = min(self._timed.intersection(self._chosen.values()), key=self._size_of, default=None)
         for first, file, batch in self._batches([*([] if timed is None else [timed]), *once]):
             with reading(f"{self.name}: {file.name}: episodes from {first}", "lists, and values of each record"):
                 edges = None if timed is None else self._edges(batch.column(timed))
@@ -114,22 +109,8 @@ class ParquetSource(Source):
                 known = {name: column[index] for name, column in values.items()}
                 known["length"] = 1 if edges is None else int(edges[index + 1] - edges[index])
                 number = first + index
-                later = {"return": functools.partial(self._return, number)} if with_return else {}
-                yield Metadata(number, known, later)
-
-    def _return(self, number: int) -> float:
-        return self._returns[number]
-
-    @functools.cached_property
-    def _returns(self) -> list[float]:
-        """Sum of the rewards of each record."""
-        found: list[float] = []
-        for first, file, batch in self._batches(["reward"]):
-            with reading(f"{self.name}: {file.name}: rewards of episodes from {first}", "lists of numbers"):
-                column = batch.column("reward")
-                edges, rewards = self._edges(column), column_values(column.flatten(), ())
-            found += [float(rewards[begin:end].sum()) for begin, end in itertools.pairwise(edges)]
-        return found
+                later = {"return": functools.partial(self.figure, "reward", total, number)}
+                yield Metadata(number, known, later if "reward" in self._timed else {})
 
     def _edges(self, column: Any) -> Array:
         """Where each record's steps begin and end in a timed column."""
@@ -190,22 +171,18 @@ def _decoded_nbytes(about: Any, columns: list[str]) -> int:
     return nbytes
 
 
-def _is_timed(kind: Any) -> bool:
-    return str(kind).startswith(("list<", "large_list<"))
-
-
 def _step_shape(kind: Any) -> tuple[int, ...] | None:
     """Shape of a value from lists of fixed size; None where the schema does not say it."""
     shape: list[int] = []
-    while str(kind).startswith("fixed_size_list<"):
+    while is_list(kind, fixed=True) and not is_list(kind):
         shape.append(kind.list_size)
         kind = kind.value_type
-    return None if _is_timed(kind) else tuple(shape)
+    return None if is_list(kind) else tuple(shape)
 
 
 def _why_not(kind: Any) -> str | None:
     found = kind
-    while _is_timed(found) or str(found).startswith("fixed_size_list<"):
+    while is_list(found, fixed=True):
         found = found.value_type
     numbers = ("bool", "int", "uint", "halffloat", "float", "double")
     return None if str(found).startswith(numbers) else f"type {kind}"

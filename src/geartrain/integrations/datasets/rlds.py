@@ -22,6 +22,7 @@ TFDS itself has stored float64 as float32, and images as PNG or JPEG. Text canno
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,16 @@ import numpy as np
 
 from geartrain.core.json_values import read_json
 from geartrain.errors import SourceError
-from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Metadata, Source, choose, reading
+from geartrain.integrations.datasets.episode import (
+    Array,
+    Episode,
+    FieldChoice,
+    FormatSource,
+    Metadata,
+    choose,
+    plain,
+    reading,
+)
 from geartrain.integrations.datasets.images import decode_image
 from geartrain.integrations.datasets.tfrecord import array_records, parse_example, tfrecords
 
@@ -68,7 +78,7 @@ class _Leaf:
         return None if self.kind in ("tensor", "image") else self.kind
 
 
-class RldsSource(Source):
+class RldsSource(FormatSource):
     """Episodes of a TFDS folder, one record in memory at a time.
 
     TFDS metadata does not tell the length of the longest episode. Finding it takes a pass over the records, which
@@ -104,10 +114,6 @@ class RldsSource(Source):
         available = {name: leaf.reason for name, leaf in self._leaves.items()}
         self._chosen = choose(self.name, fields, available, list(available), skip_unsupported)
 
-    def __iter__(self) -> Iterator[Episode]:
-        """Every record as an episode, shard by shard."""
-        return self.read()
-
     def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
         """The records as episodes. Others are not decoded, and shards without one of the numbers are not read."""
         for _, where, features in self._records(numbers):
@@ -138,7 +144,9 @@ class RldsSource(Source):
                     if leaf.timed and name == "reward":
                         known["return"] = float(np.sum(np.asarray(values, np.float64)))
                     elif len(values) and (leaf.timed or len(values) == 1) and leaf.encoding == "none":
-                        known[name.removeprefix("episode_metadata.")] = _plain(values[0], leaf.dtype)
+                        known[name.removeprefix("episode_metadata.")] = plain(
+                            bool(values[0]) if leaf.dtype == "bool" else values[0]
+                        )
             yield Metadata(index, known)
 
     def _records(self, numbers: Sequence[int] | None) -> Iterator[tuple[int, str, Any]]:
@@ -163,10 +171,8 @@ class RldsSource(Source):
                 if wanted is not None and index - 1 not in wanted:
                     continue
                 where = f"{path.name} record {number - 1}"
-                try:
+                with reading(f"{self.name}: {where}", "a tf.train.Example"):
                     features = parse_example(data)
-                except ValueError as error:
-                    raise SourceError(f"{self.name}: {where}: {error}") from error
                 yield index - 1, where, features
             if count is not None and number != count:
                 raise SourceError(
@@ -187,7 +193,7 @@ class RldsSource(Source):
         return 0
 
     def _features(self, folder: Path) -> dict[str, _Leaf]:
-        document = _json(folder / "features.json")
+        document = read_json(folder / "features.json")
         found: dict[str, _Leaf] = {}
         for leaf in _walk(document, (), timed=False):
             parts = leaf.key.split("/")
@@ -224,7 +230,7 @@ class RldsSource(Source):
         if split is None or (split != "all" and split not in shards):
             problem = "has several splits" if split is None else f"has no split {split!r}"
             raise SourceError(f"{self.name}: {problem}: choose split= from {', '.join(sorted(shards))}, or 'all'")
-        promised = _shard_lengths(_json(folder / "dataset_info.json"))
+        promised = _shard_lengths(read_json(folder / "dataset_info.json"))
         found: list[tuple[Path, int | None]] = []
         for name in sorted(shards) if split == "all" else [split]:
             missing = sorted(set(range(counts[name])) - shards[name].keys())
@@ -246,13 +252,6 @@ def _version_folder(path: Path) -> Path | None:
         return path
     versions = [file.parent for file in path.glob("*/features.json")]
     return versions[0] if len(versions) == 1 else None
-
-
-def _json(path: Path) -> Any:
-    try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{path}: cannot be read: {error}") from error
 
 
 def _shard_lengths(info: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -332,7 +331,7 @@ def _decode(features: Any, leaf: _Leaf, rows: int) -> Array:
     if leaf.encoding != "none":
         _expect(len(values), rows * (shape[0] if leaf.ragged else 1))
         if leaf.encoding == "zlib":
-            values = [_inflate(data) for data in values]
+            values = [zlib.decompress(data) for data in values]
         data = b"".join(values)
         _expect(len(data), rows * _size(leaf.shape) * dtype.itemsize)
         return np.frombuffer(data, dtype.newbyteorder("<")).reshape(rows, *shape)
@@ -357,30 +356,13 @@ def _values_of(feature: Any) -> Any:
     return getattr(feature, kind).value if kind is not None else ()
 
 
-def _plain(value: Any, dtype: str) -> Any:
-    """A number, flag or text of the metadata, as one of Python's."""
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
-    return bool(value) if dtype == "bool" else value
-
-
 def _expect(found: int, expected: int) -> None:
     if found != expected:
         raise ValueError(f"holds {found} values, features.json promises {expected}")
 
 
-def _inflate(data: bytes) -> bytes:
-    try:
-        return zlib.decompress(data)
-    except zlib.error as error:
-        raise ValueError(f"its zlib data cannot be read: {error}") from error
-
-
 def _size(shape: tuple[int | None, ...]) -> int:
-    size = 1
-    for axis in shape:
-        size *= axis or 0
-    return size
+    return math.prod(axis or 0 for axis in shape)
 
 
 def _kind(path: Path) -> str:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from geartrain.core.extras import require
 from geartrain.errors import SourceError
-from geartrain.integrations.datasets.episode import require
 
 _CRC_DELTA = 0xA282EAD8
 
@@ -33,7 +33,7 @@ def tfrecords(path: Path) -> Iterator[bytes]:
         SourceError: the file ends inside a record, or a checksum is wrong; names the record.
         MissingDependencyError: crc32c is not installed.
     """
-    crc32c: Callable[[bytes], int] = require("crc32c", "rlds", "Reading TFRecord files").crc32c
+    crc32c: Callable[[bytes], int] = require("crc32c", "geartrain[rlds]", "Reading TFRecord files").crc32c
     size = path.stat().st_size
     with path.open("rb") as file:
         number = 0
@@ -64,7 +64,7 @@ def array_records(path: Path) -> Iterator[bytes]:
         SourceError: the file is damaged; names the record.
         MissingDependencyError: array_record is not installed.
     """
-    module = require("array_record.python.array_record_module", "rlds", "Reading ArrayRecord files")
+    module = require("array_record.python.array_record_module", "geartrain[rlds]", "Reading ArrayRecord files")
     try:
         # Without these options every core reads 16 MB ahead.
         reader = module.ArrayRecordReader(str(path), options="readahead_buffer_size:4M,max_parallelism:1")
@@ -103,9 +103,9 @@ def parse_example(data: bytes) -> Any:
 def _example_class() -> Callable[[], Any]:
     """The message class, equal on the wire to TensorFlow's, unknown to its pool."""
     purpose = "Decoding TFDS records"
-    descriptor = require("google.protobuf.descriptor_pb2", "rlds", purpose)
-    pools = require("google.protobuf.descriptor_pool", "rlds", purpose)
-    factory = require("google.protobuf.message_factory", "rlds", purpose)
+    descriptor = require("google.protobuf.descriptor_pb2", "geartrain[rlds]", purpose)
+    pools = require("google.protobuf.descriptor_pool", "geartrain[rlds]", purpose)
+    factory = require("google.protobuf.message_factory", "geartrain[rlds]", purpose)
     kind = descriptor.FieldDescriptorProto
     file = descriptor.FileDescriptorProto(name="geartrain/example.proto", package="tensorflow", syntax="proto3")
 

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from geartrain.core.arguments import check_texts
-from geartrain.errors import MissingDependencyError, SourceError
+from geartrain.core.extras import require
+from geartrain.errors import SourceError
 from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Source, choose, flatten
 
 LOOKS_FOR = ""  # a dataset object, never a path
@@ -169,13 +170,8 @@ class TorchSource(Source):
 
     def _as_ml_dtypes(self, index: int, name: str, tensor: Any) -> Array:
         kind = str(tensor.dtype).removeprefix("torch.")
-        try:
-            import ml_dtypes
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"{self.name}: item {index}: field {name!r} is {kind}, which NumPy lacks. "
-                f"Install it with: pip install ml_dtypes"
-            ) from error
+        what = f"{self.name}: item {index}: field {name!r} is {kind}, which NumPy lacks: it"
+        ml_dtypes = require("ml_dtypes", "ml_dtypes", what)
         import torch
 
         same_size = {1: torch.uint8, 2: torch.uint16}[tensor.element_size()]

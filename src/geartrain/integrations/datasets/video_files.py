@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.extras import require
 from geartrain.core.lifetime import on_error
 from geartrain.errors import SourceError
-from geartrain.integrations.datasets.episode import Array, DeferredSteps, reading, require
+from geartrain.integrations.datasets.episode import Array, DeferredSteps, reading
 from geartrain.integrations.datasets.images import ImageForm
 
 #: Readers of files that nobody reads at the moment, beyond one for each thread.
@@ -40,7 +41,7 @@ class VideoReader:
     """
 
     def __init__(self, path: Path, place: str) -> None:
-        self._av = require("av", "lerobot", "Decoding videos")
+        self._av = require("av", "geartrain[lerobot]", "Decoding videos")
         self.path = path
         self._frames: deque[Any] = deque()
         self._before: Any = None  # the frame before the next one
@@ -303,7 +304,7 @@ class _Converter:
     """Converts frames to arrays as LeRobot's own reader does, and resizes them in the same pass."""
 
     def __init__(self, height: int, width: int, channels: int) -> None:
-        av = require("av", "lerobot", "Decoding videos")
+        av = require("av", "geartrain[lerobot]", "Decoding videos")
         self.pixels = "gray" if channels == 1 else "rgb24"
         self._shape = (height, width, channels)
         self._reformatter = av.video.reformatter.VideoReformatter()

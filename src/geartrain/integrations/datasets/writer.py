@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from geartrain.core.dtypes import DTYPES
+from geartrain.core.json_values import read_object
 from geartrain.core.schema import Field
 from geartrain.integrations.datasets.stored_rows import RowGroup
 
@@ -84,27 +85,33 @@ def raw_bytes(fields: Mapping[str, Field], rows: int, steps: int) -> dict[str, i
     return {name: field.nbytes * (rows if field.per_row else steps) for name, field in fields.items()}
 
 
-def holds_only(folder: Path, kinds: Mapping[str, Collection[str]]) -> bool:
-    """Whether a folder has only entries of these names, and in them, however deep, regular files of these endings.
+def is_dataset_folder(path: Path, kinds: Mapping[str, Collection[str]], about: str, key: str) -> bool:
+    """Whether a path is an empty folder, or one with a dataset and nothing else.
 
-    A name of an entry with no endings is a regular file itself. Symbolic links are a no wherever they are.
+    Symbolic links are a no wherever they are.
+
+    Args:
+        path: the folder.
+        kinds: folders that a dataset has, and the endings of regular files in them, however deep.
+        about: path in it of the JSON object that describes the dataset.
+        key: an entry of that.
     """
-    for entry in os.scandir(folder):
-        if entry.name not in kinds:
-            return False
-        endings = tuple(kinds[entry.name])
-        if not endings:
-            if not entry.is_file(follow_symlinks=False):
-                return False
-            continue
-        if not entry.is_dir(follow_symlinks=False):
+    if is_empty_folder(path):
+        return True
+    if not path.is_dir():
+        return False
+    for entry in os.scandir(path):
+        if entry.name not in kinds or not entry.is_dir(follow_symlinks=False):
             return False
         for at, folders, files in os.walk(entry.path, onerror=_raised):
             if any(Path(at, each).is_symlink() for each in folders):
                 return False
-            if not all(each.endswith(endings) and is_regular(Path(at, each)) for each in files):
+            if not all(each.endswith(tuple(kinds[entry.name])) and is_regular(Path(at, each)) for each in files):
                 return False
-    return True
+    try:
+        return is_regular(path / about) and key in read_object(path / about)
+    except (OSError, ValueError):
+        return False
 
 
 def _raised(error: OSError) -> None:
@@ -123,7 +130,7 @@ def is_empty_folder(path: Path) -> bool:
 
 __all__ = [
     "DatasetWriter",
-    "holds_only",
+    "is_dataset_folder",
     "is_empty_folder",
     "is_regular",
     "not_of_numpy",

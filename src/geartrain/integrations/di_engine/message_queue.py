@@ -70,7 +70,10 @@ _RUNNER = [
 
 
 class Queue(Uncopied, elsewhere="make another one there, which attaches to this one"):
-    """DI-engine's message queue interface on a `Bus`. `install` derives the class that DI-engine uses."""
+    """DI-engine's message queue interface on a `Bus`. `install` derives the class that DI-engine uses.
+
+    It is no `Lifetime`: DI-engine calls its end `stop`, expects nothing of a stopped queue to raise, and subclasses it.
+    """
 
     def __init__(
         self,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from geartrain.core.arguments import check_choice
-from geartrain.errors import ArgumentError, MissingDependencyError, TransportError, UntrustedPeerError
+from geartrain.core.extras import require
+from geartrain.errors import ArgumentError, TransportError, UntrustedPeerError
 
 #: Values of `mq_type`, and whether tensors go from GPU to GPU: True, False, or None for when devices are named.
 MQ_TYPES: dict[str, bool | None] = {
@@ -146,11 +147,8 @@ def check_devices(
 
 def visible_devices() -> int:
     """Number of GPUs that torch sees."""
-    try:
-        import torch
-    except ImportError:
-        raise MissingDependencyError("GPUs need torch: pip install torch") from None
-    return torch.cuda.device_count()
+    count: int = require("torch", "geartrain[torch]", "A GPU").cuda.device_count()
+    return count
 
 
 def cluster_secret(environment: Mapping[str, str] | None = None) -> bytes:

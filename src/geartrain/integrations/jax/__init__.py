@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from geartrain.core.extras import require
 from geartrain.integrations.jax.arrays import as_jax, jax_batches
 
 if TYPE_CHECKING:
@@ -38,4 +39,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("geartrain.integrations.jax.buffers"), name)  # which imports JAX
+    require("jax", "geartrain[jax]", "A replay buffer for JAX")
+    return getattr(importlib.import_module("geartrain.integrations.jax.buffers"), name)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from geartrain.errors import ArgumentError, MissingDependencyError
+from geartrain.core.extras import require
+from geartrain.core.schema import nested as as_tree
 
 if TYPE_CHECKING:
     from geartrain.replay.batch import Batch
@@ -40,45 +41,26 @@ def as_jax(batch: Batch, *, nested: bool = False) -> dict[str, Any]:
         (2, 10, 3)
         >>> store.close()
     """
-    try:
-        import jax
-    except ImportError:
-        raise MissingDependencyError("JAX arrays need jax: pip install 'geartrain[jax]'") from None
-    config: Any = jax.config  # whose options mypy does not know
+    jax = require("jax", "geartrain[jax]", "A JAX array")
+    from geartrain.integrations.jax.leaves import as_array
+
     arrays = {}
     value: Any
     for name, value in batch.as_dict().items():
         is_array = isinstance(value, np.ndarray)
         wide = value.dtype.itemsize == 8 and not (value.dtype.kind == "c" if is_array else value.dtype.is_complex)
-        if wide and not config.jax_enable_x64:
+        if wide and not jax.config.jax_enable_x64:
             if name in batch.fields:
                 arrays[name] = jax.numpy.asarray(value if is_array else value.cpu().numpy())  # JAX converts to 32 bits
-        elif not is_array:
-            arrays[name] = jax.dlpack.from_dlpack(value.contiguous())
-        elif value.dtype.isbuiltin != 1:  # of ml_dtypes, which NumPy does not exchange
-            arrays[name] = jax.numpy.asarray(value)
         else:
-            arrays[name] = jax.dlpack.from_dlpack(np.ascontiguousarray(value))
-    return _nested(arrays) if nested else arrays
+            arrays[name] = as_array(value) if is_array else jax.dlpack.from_dlpack(value.contiguous())
+    return as_tree(arrays) if nested else arrays
 
 
 def jax_batches(replay: Replay, *, nested: bool = False) -> Iterator[dict[str, Any]]:
     """Each batch of an iteration over the replay, as JAX arrays; the keys are under "rows"."""
     for batch in replay:
         yield {**as_jax(batch, nested=nested), "rows": batch.keys}
-
-
-def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *path, last = name.split(".")
-        place: Any = tree
-        for key in path:
-            place = place.setdefault(key, {}) if isinstance(place, dict) else None
-        if not isinstance(place, dict) or last in place:
-            raise ArgumentError(f"{name!r} and a field above or below it cannot both be in one tree: nested=False")
-        place[last] = array
-    return tree
 
 
 __all__ = ["as_jax", "jax_batches"]

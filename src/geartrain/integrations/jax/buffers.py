@@ -5,26 +5,20 @@ from __future__ import annotations
 import weakref
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from geartrain.core.arguments import check_real, check_whole
 from geartrain.core.keys import Keys
 from geartrain.core.lifetime import Closing, on_error
 from geartrain.core.schema import MAX_NAME_BYTES, Field
-from geartrain.errors import ArgumentError, MissingDependencyError
+from geartrain.errors import ArgumentError
+from geartrain.integrations.jax.buffer_state import BufferContents, BufferState, contents_of
+from geartrain.integrations.jax.leaves import as_array, dtype_of, is_traced, key_data, key_number, name_of
 from geartrain.integrations.jax.streams import Streams, rows_for, steps_of_row
 from geartrain.store.store import Store
-
-try:
-    import jax
-    from jax.experimental import io_callback
-
-    # They import JAX.
-    from geartrain.integrations.jax.buffer_state import BufferContents, BufferState, contents_of
-    from geartrain.integrations.jax.leaves import as_array, dtype_of, is_traced, key_data, key_number, name_of
-except ImportError:
-    raise MissingDependencyError("buffers for JAX need jax: pip install 'geartrain[jax]'") from None
 
 _MOST_ADDED = 2**31 - 1
 

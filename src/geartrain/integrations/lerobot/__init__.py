@@ -7,12 +7,9 @@ always the one that was added, so an interrupted episode never leads into the ne
 needs LeRobot only to write a `LeRobotDataset`.
 """
 
-from geartrain.errors import MissingDependencyError
+from geartrain.core.extras import require
 
-try:
-    import torch as _torch  # noqa: F401
-except ImportError as error:
-    raise MissingDependencyError(f"the replay buffer needs torch: pip install 'geartrain[torch]' ({error})") from None
+require("torch", "geartrain[torch]", "A replay buffer")
 
 from geartrain.integrations.lerobot.augmentation import random_crop_vectorized, random_shift
 from geartrain.integrations.lerobot.batches import BatchTransition, concatenate_batch_transitions

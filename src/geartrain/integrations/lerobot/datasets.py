@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+import geartrain.integrations.transitions.frames as frames
 from geartrain.core.arguments import check_whole
 from geartrain.core.keys import Keys
-from geartrain.errors import ArgumentError, MissingDependencyError, SchemaError, StaleKeyError
+from geartrain.errors import MissingDependencyError, StaleKeyError
 from geartrain.integrations.lerobot.entries import TransitionEntries, TransitionEntry
 from geartrain.integrations.transitions.draws import DrawnWindows
 from geartrain.integrations.transitions.index import Runs, TransitionIndex
 from geartrain.integrations.transitions.layout import DONE, FLAGS, REWARD, TIMEOUT
 from geartrain.store.store import Store
 
-_ACTION, _REWARD, _DONE, _EPISODE = "action", "next.reward", "next.done", "episode_index"
 _INFO_PREFIX = "complementary_info."
 #: Steps that are read at once.
 _STEPS_AT_ONCE = 64
@@ -31,25 +31,19 @@ def transitions_of(dataset: Any, state_keys: Sequence[str]) -> Iterator[dict[str
     Raises:
         SchemaError: a frame lacks an entry.
     """
-    frames = len(dataset)
-    following: Any = dataset[0] if frames else {}
-    for at in range(frames):
-        frame, following = following, dataset[at + 1] if at + 1 < frames else {}
-        try:
-            goes_on = bool(following) and int(following[_EPISODE]) == int(frame[_EPISODE])
-            done = bool(frame[_DONE]) if _DONE in frame else not goes_on
-            transition = {
-                "state": {key: _of_one(frame[key]) for key in state_keys},
-                "action": _of_one(frame[_ACTION]),
-                "reward": float(frame[_REWARD]),
-                "next_state": {key: _of_one((following if goes_on and not done else frame)[key]) for key in state_keys},
-                "done": done,
-                "truncated": not goes_on and not done,
-            }
-        except KeyError as missing:
-            raise SchemaError(f"frame {at} of the dataset lacks {missing}; it has {', '.join(frame)}") from None
+    for frame, following in frames.frames_of(dataset, [*state_keys, frames.ACTION, frames.REWARD]):
+        done = bool(frame[frames.DONE]) if frames.DONE in frame else following is None
+        led_to = frame if following is None or done else following
         infos = {key.removeprefix(_INFO_PREFIX): _of_one(frame[key]) for key in frame if key.startswith(_INFO_PREFIX)}
-        yield {**transition, "complementary_info": infos or None}
+        yield {
+            "state": {key: _of_one(frame[key]) for key in state_keys},
+            "action": _of_one(frame[frames.ACTION]),
+            "reward": float(frame[frames.REWARD]),
+            "next_state": {key: _of_one(led_to[key]) for key in state_keys},
+            "done": done,
+            "truncated": following is None and not done,
+            "complementary_info": infos or None,
+        }
 
 
 def capacity_for(dataset: Any, capacity: int | None) -> int:
@@ -58,14 +52,8 @@ def capacity_for(dataset: Any, capacity: int | None) -> int:
     Raises:
         ArgumentError: it is smaller, or no whole number; or the dataset has no length.
     """
-    try:
-        frames = len(dataset)
-    except TypeError:
-        raise ArgumentError(f"a dataset has a length and frames by number, found {type(dataset).__name__}") from None
-    if capacity is None:
-        return frames
-    check_whole("capacity", capacity, frames)
-    return capacity
+    count = frames.frame_count(dataset)
+    return count if capacity is None else check_whole("capacity", capacity, count)
 
 
 def _of_one(value: Any) -> Any:
@@ -128,11 +116,11 @@ def written(
 
     columns = {
         **{key: (entry, 0) for key, entry in entries.states.items()},
-        _ACTION: (entries.action, 1),
+        frames.ACTION: (entries.action, 1),
         **{_INFO_PREFIX + key: (entry, 1) for key, entry in (entries.infos or {}).items()},
     }
     features: dict[str, Any] = {name: _feature(entry) for name, (entry, _) in columns.items()}
-    features |= {_REWARD: {"dtype": "float32", "shape": (1,)}, _DONE: {"dtype": "bool", "shape": (1,)}}
+    features |= {frames.REWARD: {"dtype": "float32", "shape": (1,)}, frames.DONE: {"dtype": "bool", "shape": (1,)}}
     dataset = LeRobotDataset.create(repo_id=repo_id, fps=fps, root=root, features=features, use_videos=True)
     dataset.writer.start_image_writer(num_processes=0, num_threads=3)
     try:
@@ -149,8 +137,8 @@ def written(
                 frame: dict[str, Any] = {
                     name: _written(entry, windows[entry.field][at, step]) for name, (entry, step) in columns.items()
                 }
-                frame[_REWARD] = windows[REWARD][at, 1:2].astype(np.float32)
-                frame[_DONE] = np.array([bool(flags & DONE)])
+                frame[frames.REWARD] = windows[REWARD][at, 1:2].astype(np.float32)
+                frame[frames.DONE] = np.array([bool(flags & DONE)])
                 dataset.add_frame({**frame, "task": task_name})
                 if flags & (DONE | TIMEOUT):
                     dataset.save_episode()

@@ -84,7 +84,7 @@ class PositionColumn:
             there = np.flatnonzero(counts >= 0)
             self._index.refresh()
             keys, step = self._index.find(counts[there] + numbers(self._writer.writer, 1, 0)[0])
-            at_once = max(1, _BYTES_AT_ONCE // max(1, found.itemsize * int(np.prod(schema.shape))))
+            at_once = max(1, _BYTES_AT_ONCE // max(1, schema.nbytes))
             for begin in range(0, len(there), at_once):
                 part = slice(begin, begin + at_once)
                 windows = DrawnWindows.at(self._store, keys[part], step[part], [self._field], 1)

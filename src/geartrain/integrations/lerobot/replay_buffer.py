@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from geartrain._native import forks
-from geartrain.core.arguments import check_function, check_text, check_texts, check_whole
+from geartrain.core.arguments import check_function, check_texts, check_whole
 from geartrain.core.global_generators import drawing
 from geartrain.core.lifetime import Lifetime, on_error
 from geartrain.core.threads import refuse_within
@@ -40,6 +40,7 @@ from geartrain.integrations.transitions.layout import (
     check_capacity,
     row_steps,
     rows_needed,
+    store_or_name,
 )
 from geartrain.integrations.transitions.writer import TransitionWriter
 from geartrain.store.store import Store
@@ -120,7 +121,7 @@ class LeRobotReplayBuffer(
             check_function("image_augmentation_function", image_augmentation_function)
         self.image_augmentation_function = image_augmentation_function or random_shift
         self.use_drq = use_drq
-        self._given, self._writers, self._reserve = _store_or_name(store), writers, reserve
+        self._given, self._writers, self._reserve = store_or_name(store), writers, reserve
         self._lock = threading.RLock()
         self._store: Store | None = None
         self._entries: TransitionEntries
@@ -481,13 +482,6 @@ class LeRobotReplayBuffer(
             runs = StoredRuns.newest(store, self._index, self.capacity)
             entries = self._entries
         return written(runs, store, entries, repo_id=repo_id, fps=fps, root=root, task_name=task_name)
-
-
-def _store_or_name(store: Any) -> str | Store | None:
-    """A store, or its name as text."""
-    if store is None or isinstance(store, Store):
-        return store
-    return check_text("store", os.fspath(store) if isinstance(store, os.PathLike) else store)
 
 
 def _seed() -> int:

@@ -6,12 +6,9 @@ Trajectories are rows, and observations are stored once. Other processes of the 
 from it. The package needs torch, but not RLinf.
 """
 
-from geartrain.errors import MissingDependencyError
+from geartrain.core.extras import require
 
-try:
-    import torch as _torch  # noqa: F401
-except ImportError as error:
-    raise MissingDependencyError(f"the replay buffer needs torch: pip install 'geartrain[torch]' ({error})") from None
+require("torch", "geartrain[torch]", "A replay buffer")
 
 from geartrain.integrations.rlinf.replay_buffer import TrajectoryReplayBuffer
 

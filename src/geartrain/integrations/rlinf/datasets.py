@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.arguments import check_real, check_text
 from geartrain.errors import ArgumentError, SchemaError
-
-_ACTION, _REWARD, _DONE, _EPISODE = "action", "next.reward", "next.done", "episode_index"
+from geartrain.integrations.transitions.frames import ACTION, DONE, EPISODE, REWARD, frame_count, frames_of
 
 
 def check_observations(observations: Any) -> dict[str, str]:
@@ -31,16 +30,13 @@ def check_observations(observations: Any) -> dict[str, str]:
 
 def episode_lengths(dataset: Any) -> NDArray[np.int64]:
     """Frames of each episode: by the column of `hf_dataset`, which a `LeRobotDataset` has, or else by all frames."""
-    try:
-        frames = len(dataset)
-    except TypeError:
-        raise ArgumentError(f"a dataset has a length and frames by number, found {type(dataset).__name__}") from None
+    frames = frame_count(dataset)
     columns = getattr(dataset, "hf_dataset", None)
     try:
-        episodes = (dataset[at][_EPISODE] for at in range(frames)) if columns is None else columns[_EPISODE]
+        episodes = (dataset[at][EPISODE] for at in range(frames)) if columns is None else columns[EPISODE]
         index = np.fromiter((int(each) for each in episodes), np.int64)
     except KeyError:
-        raise SchemaError(f"frames of the dataset lack {_EPISODE!r}") from None
+        raise SchemaError(f"frames of the dataset lack {EPISODE!r}") from None
     begins = np.flatnonzero(np.diff(index, prepend=index[:1] - 1))
     return np.diff(begins, append=len(index))
 
@@ -53,31 +49,17 @@ def trajectories_of(dataset: Any, observations: Mapping[str, str], success_rewar
     Raises:
         SchemaError: a frame lacks an entry.
     """
-    if success_reward is not None:
+    wanted = [*observations.values(), ACTION]
+    if success_reward is None:
+        wanted.append(REWARD)
+    else:
         check_real("success_reward", success_reward)
-    frames = len(dataset)
     episode: list[Mapping[str, Any]] = []
-    for at in range(frames):
-        frame = dataset[at]
-        try:
-            goes_on = bool(episode) and int(frame[_EPISODE]) == int(episode[0][_EPISODE])
-            if episode and not goes_on:
-                yield _trajectory(episode, observations, success_reward)
-                episode = []
-            wanted = [*observations.values(), _ACTION, _EPISODE]
-            kept = {name: frame[name] for name in wanted}
-            if success_reward is None:
-                kept[_REWARD] = frame[_REWARD]
-        except KeyError as missing:
-            hint = "; success_reward gives one" if missing.args == (_REWARD,) else ""
-            raise SchemaError(
-                f"frame {at} of the dataset lacks {missing}{hint}; it has {', '.join(map(str, frame))}"
-            ) from None
-        if _DONE in frame:
-            kept[_DONE] = frame[_DONE]
-        episode.append(kept)
-    if episode:
-        yield _trajectory(episode, observations, success_reward)
+    for frame, following in frames_of(dataset, wanted, {REWARD: "; success_reward gives one"}):
+        episode.append({name: frame[name] for name in (*wanted, DONE) if name in frame})
+        if following is None:
+            yield _trajectory(episode, observations, success_reward)
+            episode = []
 
 
 def _trajectory(episode: list[Mapping[str, Any]], observations: Mapping[str, str], success_reward: float | None) -> Any:
@@ -89,20 +71,20 @@ def _trajectory(episode: list[Mapping[str, Any]], observations: Mapping[str, str
     current = {name: stacked(entry) for name, entry in observations.items()}
     following = {name: torch.cat([values[1:], values[-1:]]) for name, values in current.items()}
     if success_reward is None:
-        rewards = torch.tensor([float(frame[_REWARD]) for frame in episode]).view(steps, 1, 1)
+        rewards = torch.tensor([float(frame[REWARD]) for frame in episode]).view(steps, 1, 1)
     else:
         rewards = torch.zeros(steps, 1, 1)
         rewards[-1] = success_reward
     last = torch.zeros(steps, 1, 1, dtype=torch.bool)
     last[-1] = True
-    if success_reward is None and _DONE in episode[0]:
-        terminations = torch.tensor([bool(frame.get(_DONE, False)) for frame in episode]).view(steps, 1, 1)
+    if success_reward is None and DONE in episode[0]:
+        terminations = torch.tensor([bool(frame.get(DONE, False)) for frame in episode]).view(steps, 1, 1)
     else:
         terminations = last.clone()
     return SimpleNamespace(
         max_episode_length=steps,
         model_weights_id="",
-        actions=stacked(_ACTION),
+        actions=stacked(ACTION),
         rewards=rewards,
         terminations=terminations,
         truncations=last & ~terminations,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from geartrain.core.json_values import read_object
 from geartrain.errors import CheckpointError, SchemaError
 from geartrain.integrations.rlinf.samples import TrajectorySamples
 
@@ -150,12 +151,9 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: there is none.
     """
     try:
-        content = json.loads(path.read_text())
+        return read_object(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return content
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

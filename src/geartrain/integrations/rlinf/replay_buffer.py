@@ -17,7 +17,6 @@ from geartrain.core.arguments import (
     check_choice,
     check_flag,
     check_path,
-    check_text,
     check_whole,
     timeout,
 )
@@ -33,11 +32,12 @@ from geartrain.errors import (
 )
 from geartrain.integrations.rlinf.checkpoints import CheckpointPart, SavedTrajectories
 from geartrain.integrations.rlinf.datasets import check_observations, episode_lengths, trajectories_of
-from geartrain.integrations.rlinf.draws import SampleDraws
 from geartrain.integrations.rlinf.files import METADATA, TrajectoryFiles, read_json, write_json
 from geartrain.integrations.rlinf.layout import SampleLayout
 from geartrain.integrations.rlinf.rows import TrajectoryRows, rows_of
 from geartrain.integrations.rlinf.samples import TrajectorySamples
+from geartrain.integrations.transitions.draws import TransitionDraws
+from geartrain.integrations.transitions.layout import store_or_name
 from geartrain.integrations.transitions.writer_lock import WriterLock
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.store import Store
@@ -134,7 +134,7 @@ class TrajectoryReplayBuffer(Lifetime, inherited=True, elsewhere="share it by th
         self._generator = torch.Generator()
         with drawing:
             self._generator.manual_seed(int(torch.randint(_MOST, ())) if self.seed is None else self.seed)
-        self._given = _store_or_name(store)
+        self._given = store_or_name(store)
         self._reserve = check_flag("reserve", reserve)
         self._timeout_s = timeout(timeout_s)
         self._adding = WriterLock(self._timeout_s)
@@ -142,7 +142,7 @@ class TrajectoryReplayBuffer(Lifetime, inherited=True, elsewhere="share it by th
         super().__init__("the replay buffer")
         self._store: Store | None = None
         self._rows: TrajectoryRows
-        self._draws: SampleDraws
+        self._draws: TransitionDraws
         if isinstance(store, Store):
             self._use(store)
 
@@ -169,7 +169,7 @@ class TrajectoryReplayBuffer(Lifetime, inherited=True, elsewhere="share it by th
         if store is not self._given:
             weakref.finalize(self, store.close).atexit = False
         self._rows = rows
-        self._draws = SampleDraws(store, rows.layout, self._next_seed)
+        self._draws = self._draws_of(store, rows.layout)
         self._store = store
 
     def _join(self) -> Store | None:
@@ -202,7 +202,10 @@ class TrajectoryReplayBuffer(Lifetime, inherited=True, elsewhere="share it by th
     def _begin_draws(self, seed: int) -> None:
         self._generator.manual_seed(seed)
         if self._store is not None:
-            self._draws = SampleDraws(self._store, self._rows.layout, self._next_seed)
+            self._draws = self._draws_of(self._store, self._rows.layout)
+
+    def _draws_of(self, store: Store, layout: SampleLayout) -> TransitionDraws:
+        return TransitionDraws(store, layout.drawn(), layout.window - 1, self._next_seed)
 
     def _next_seed(self) -> int:
         return int(torch.randint(_MOST - 1, (), generator=self._generator))
@@ -289,7 +292,7 @@ class TrajectoryReplayBuffer(Lifetime, inherited=True, elsewhere="share it by th
                 with suppress(EmptyStoreError):
                     windows = self._draws.sample(num_chunks)
                     if windows is not None:
-                        return self._rows.layout.batch(windows)
+                        return self._rows.layout.batch(windows.fields)
         raise EmptyBufferError("Cannot sample from an empty buffer.")
 
     def sample_chunks(self, num_chunks: int) -> dict[str, Any]:
@@ -482,13 +485,6 @@ class TrajectoryReplayBuffer(Lifetime, inherited=True, elsewhere="share it by th
             for trajectory in trajectories_of(dataset, named, success_reward):
                 buffer.add_trajectories([trajectory])
         return buffer
-
-
-def _store_or_name(store: Any) -> str | Store | None:
-    """A store, or its name as text."""
-    if store is None or isinstance(store, Store):
-        return store
-    return check_text("store", os.fspath(store) if isinstance(store, os.PathLike) else store)
 
 
 __all__ = ["TrajectoryReplayBuffer"]

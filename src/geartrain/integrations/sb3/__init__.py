@@ -6,14 +6,9 @@ Observations are stored once. Other processes of the host can add to the buffer 
 is always the one that was added, so an interrupted episode never leads into the next one.
 """
 
-from geartrain.errors import MissingDependencyError
+from geartrain.core.extras import require
 
-try:
-    import stable_baselines3 as _stable_baselines3  # noqa: F401
-except ImportError as error:
-    raise MissingDependencyError(
-        f"the replay buffers need Stable-Baselines3: pip install 'geartrain[sb3]' ({error})"
-    ) from None
+require("stable_baselines3", "geartrain[sb3]", "A replay buffer")
 
 from geartrain.integrations.sb3.dqn import PrioritizedDQN
 from geartrain.integrations.sb3.her import HerReplayBuffer

@@ -39,7 +39,6 @@ from geartrain.integrations.transitions.layout import (
     rows_needed,
 )
 from geartrain.integrations.transitions.writer import TransitionWriter, packed_infos
-from geartrain.store.recorder import REPEATS
 from geartrain.store.segment import PriorityPer
 from geartrain.store.store import Store
 
@@ -415,11 +414,9 @@ class ReplayBuffer(stock.ReplayBuffer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Makes a buffer with a store of its own, which holds the saved contents."""
         state = dict(state)
-        contents, written, largest = state.pop("_contents"), state.pop("_written"), state.pop("_max_stored", 0)
+        contents, written, largest = (state.pop(name) for name in ("_contents", "_written", "_max_stored"))
         self.__dict__.update(state)
         self._open(None)
-        if len(contents.lengths):  # of a buffer that was saved before rows noted which steps they repeat
-            contents.fields.setdefault(REPEATS, np.zeros((len(contents.lengths), 3), np.int32))
         self.store.native.restore_max_priority(largest)
         for part in joined(contents, self.reach, list(self._shapes), self.store.new_priority):
             part.put(self.store)

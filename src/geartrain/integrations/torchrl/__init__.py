@@ -12,12 +12,9 @@ Every process of the host that makes the same buffer can add to it and sample fr
 length and priorities are in the shared segment.
 """
 
-from geartrain.errors import MissingDependencyError
+from geartrain.core.extras import require
 
-try:
-    import torchrl as _torchrl  # noqa: F401
-except ImportError as error:
-    raise MissingDependencyError(f"the storage needs torchrl: pip install 'geartrain[torchrl]' ({error})") from None
+require("torchrl", "geartrain[torchrl]", "A shared storage")
 
 from geartrain.integrations.torchrl.samplers import PrioritizedSampler, UniformSampler
 from geartrain.integrations.torchrl.slices import PrioritizedSliceSampler, SliceSampler

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 
-from geartrain.core.schema import Field, of_field
+from geartrain.core.schema import Field, nested, of_field
 from geartrain.errors import SchemaError
 
 #: The field of items that are plain tensors, and the beginning of names that are the storage's own.
@@ -68,14 +68,7 @@ def item_of(leaves: Mapping[str, torch.Tensor], batch_size: Sequence[int]) -> An
         return leaves[TENSOR]
     if next(iter(leaves)).startswith(_TREE):
         return _tree_of({tuple(name.split(".")[2:]): leaf for name, leaf in leaves.items()})
-    root: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        at = root
-        *parents, last = name.split(".")
-        for part in parents:
-            at = at.setdefault(part, {})
-        at[last] = leaf
-    return TensorDict(root, batch_size=list(batch_size))
+    return TensorDict(nested(leaves), batch_size=list(batch_size))
 
 
 def is_items_field(name: str) -> bool:

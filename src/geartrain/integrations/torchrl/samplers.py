@@ -191,7 +191,7 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
             with drawing:
                 seed = 0 if stepped else int(torch.randint(0, 2**31, ()))
             # Only keys are wanted: the smallest field that there is.
-            names = [min(storage.names, key=lambda name: _bytes(store.fields[name]))]
+            names = [min(storage.names, key=lambda name: store.fields[name].nbytes)]
             replay = self._replays[batch_size, stepped] = Replay(
                 store, Prioritized(seed=seed), batch_size, fields=names, window=1, prefetch=0, output="numpy"
             )
@@ -300,10 +300,6 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
 
 def _check(storage: Any) -> None:
     check_type("this sampler draws from a SharedStorage", storage, SharedStorage)
-
-
-def _bytes(field: Any) -> int:
-    return int(np.prod(field.shape)) * int(field.itemsize)
 
 
 __all__ = ["PrioritizedSampler", "UniformSampler"]

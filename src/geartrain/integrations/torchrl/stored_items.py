@@ -436,7 +436,7 @@ def _fill(store: Store, fields: Mapping[str, Field], rows: int, state: NDArray[n
     if store.capacity != rows:
         raise IncompatibleStoreError(f"the store {store.name!r} has {store.capacity} rows, {rows} are needed")
     length = store.max_length
-    size = sum(length * field.itemsize * int(np.prod(field.shape)) for field in fields.values())
+    size = sum(field.block_nbytes(length) for field in fields.values())
     some = max(1, min(1024, _BYTES_AT_ONCE // max(1, size)))
     for begin in range(len(store), rows, some):
         n = min(some, rows - begin)

@@ -75,7 +75,7 @@ class TransitionDraws:
     Args:
         store: with the fields of `layout.fields_of`.
         fields: that are gathered, FLAGS among them.
-        reach: steps behind the first of a window.
+        reach: steps behind the first of a window; with 0 each step is drawn alone.
         seed: gives a seed, and is called before the first batch of each size.
     """
 
@@ -122,7 +122,9 @@ class TransitionDraws:
         arrays: dict[str, NDArray[Any]] = {name: batch[name] for name in self._fields}
         # Whole: begins within its row, with a transition, and does not end with the zeros of a full row, whose last
         # steps the next row repeats.
-        real = (arrays[FLAGS][:, 1] & batch.mask[:, 0]).view(np.bool_)  # the mask is 1, as TRANSITION is
+        real = (arrays[FLAGS][:, min(1, self._reach)] & batch.mask[:, 0]).view(
+            np.bool_
+        )  # the mask is 1, as TRANSITION is
         if self._reach > 1:
             real &= ~batch[_LAST][:, -1]
         return arrays, real, batch

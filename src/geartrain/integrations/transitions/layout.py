@@ -15,12 +15,14 @@ continue the step before it. A full row ends with a step of zeros, and the next 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.arguments import check_text
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, IncompatibleStoreError
 from geartrain.store.recorder import recorded_fields
@@ -72,6 +74,13 @@ def rows_needed(buffer_size: int, n_envs: int, steps: int, overlap: int, writers
     fresh = steps - 1 - overlap
     whole = -(-(buffer_size * 9 // 8 + 1) // fresh)
     return (whole + _ROWS_OF_WRITER * max(1, writers)) * n_envs
+
+
+def store_or_name(store: Any) -> str | Store | None:
+    """The store that a buffer was given, or its name as text."""
+    if store is None or isinstance(store, Store):
+        return store
+    return check_text("store", os.fspath(store) if isinstance(store, os.PathLike) else store)
 
 
 def check_capacity(store: Store, buffer_size: int, n_envs: int, overlap: int, writers: int) -> None:
@@ -143,5 +152,6 @@ __all__ = [
     "observation_field",
     "row_steps",
     "rows_needed",
+    "store_or_name",
     "writer_of",
 ]

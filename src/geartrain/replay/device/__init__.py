@@ -14,13 +14,13 @@ once the batch was dropped and the consumer's stream has finished with it.
 | file | contents |
 |---|---|
 | `options` | arguments of `Replay(device=...)`: `DeviceOptions`, `Convert` |
-| `session` | `DeviceSession`: a replay's device, stream and segments, and their closing |
+| `session` | `DeviceSession`: a replay's device, stream and segments, their closing, and the handoff of batches |
 | `target` | `DeviceTarget`: one store's segment, pinned or not, and its path |
-| `transfer` | `BatchTransfer`: one batch in flight; `ReadyBatch`; `StreamHandoff` to the consumer's stream |
+| `transfer` | `Transfer`: one batch in flight; `ReadyBatch`: its end, and the consumer's stream |
 | `arena_batch` | `ArenaBatch`: a batch whose tensors are views of its arena, created on first access |
 | `copied_rows` | rows that copy engines read from the pinned segment |
 | `staged_batches` | `StagedBatches`: a replay's batches in pinned host memory, sampled there |
-| `staging` | `StagingBuffer`: rows in pinned host memory, fetched here or sent by other ranks |
+| `staging` | `StagedTransfer`: rows in pinned host memory, fetched here or sent by other ranks |
 | `pinned_pool` | `PinnedPool`: pinned buffers that are reused |
 | `layout` | conversion, packing and scattering within device memory |
 | `priority_mirror` | `DevicePriorities`: a store's priorities in device memory |

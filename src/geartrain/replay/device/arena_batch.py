@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from geartrain.core.arguments import did_you_mean, shown
 from geartrain.core.dtypes import DTYPES, torch_dtype
 from geartrain.core.keys import Keys
-from geartrain.errors import FieldError
-from geartrain.replay.batch import METADATA, Array, Batch
+from geartrain.replay.batch import METADATA, Array, Batch, unknown_field
 from geartrain.replay.fetch_plan import FetchPlan
 
 if TYPE_CHECKING:
@@ -70,10 +68,7 @@ class ArenaViews:
         try:
             return _cut(arena, self._fields[name])
         except (KeyError, TypeError):
-            raise FieldError(
-                f"the batch has no field {shown(name)}; it has {', '.join(self._fields)}"
-                f"{did_you_mean(name, self._fields)}"
-            ) from None
+            raise unknown_field(name, self._fields) from None
 
     def metadata(self, arena: torch.Tensor, name: str) -> torch.Tensor | None:
         """A tensor of metadata; None for the mask of a packed batch."""

@@ -22,7 +22,7 @@ import geartrain._native as _native
 from geartrain.core.lifetime import on_error
 from geartrain.errors import ArgumentError
 from geartrain.replay.admission import Admission
-from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
+from geartrain.replay.builder import BuiltBatch, PriorityUpdate, RowSource, State
 from geartrain.replay.device.copied_rows import CopyTransfer
 from geartrain.replay.device.mirrors import Mirrors
 from geartrain.replay.device.options import DeviceOptions
@@ -60,7 +60,7 @@ class PendingBatch:
     made: BuiltBatch | None = None  # when it is finished already
 
 
-class DeviceRows:
+class DeviceRows(RowSource):
     """Draws batches from the stores of this process, and has a device read them; see `RowSource`.
 
     Args:
@@ -72,9 +72,6 @@ class DeviceRows:
     Raises:
         PinError, ArgumentError: an option that was given by name cannot be used.
     """
-
-    update_lag: int | None = None
-    collective = False
 
     def __init__(
         self, samplers: list[StoreSampler], selection: Selection, batch_size: int, options: DeviceOptions
@@ -150,9 +147,6 @@ class DeviceRows:
                 pending.state = pending.made.state
             return pending
 
-    def ready(self, started: PendingBatch) -> bool:
-        return True
-
     def finish(self, started: PendingBatch) -> BuiltBatch:
         if started.made is not None:
             return started.made
@@ -207,18 +201,6 @@ class DeviceRows:
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         return self._host.submit_updates(update, step)
 
-    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
-        """None are kept."""
-
-    def restart(self) -> None:
-        """No updates wait."""
-
-    def rewind(self) -> None:
-        """Nothing is kept but the state."""
-
-    def stats(self, make_s: float) -> dict[str, Any]:
-        return {}
-
     def describe(self) -> list[dict[str, Any]]:
         """The path in use and why, where rows are drawn, pinned bytes."""
         staged = {}
@@ -228,9 +210,6 @@ class DeviceRows:
             {"store": sampler.plan.store.name, **target.describe(), "select": select, **staged}
             for sampler, target, select in zip(self.samplers, self.targets, self._mirrors.describe(), strict=True)
         ]
-
-    def abort(self, reason: str) -> None:
-        """No other rank waits."""
 
     def close(self) -> None:
         """Waits for the stream, and unpins."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from geartrain.device.device import Device, open_device
 from geartrain.errors import StoreClosedError
 from geartrain.replay.device.target import DeviceTarget
-from geartrain.replay.device.transfer import ReadyBatch, StreamHandoff
+from geartrain.replay.device.transfer import ReadyBatch
 
+# Batches that the consumer's stream may be behind before the replay's thread waits for it.
+MOST_UNCONSUMED = 4
 CLOSE_S = 60.0  # longest wait for the batch that is being built
 
 _log = logging.getLogger("geartrain.replay.device")
@@ -34,7 +37,7 @@ class DeviceSession:
         self.device: Device = open_device(device)
         self.stream = self.device.new_stream()
         self.targets: list[DeviceTarget] = []
-        self._handoff = StreamHandoff(self.device)
+        self._consumed: deque[Any] = deque()  # events on the consumer's stream, one for each batch that it took
         self._lock = threading.Lock()
         self._closed = False
 
@@ -52,12 +55,20 @@ class DeviceSession:
                 yield
 
     def hold_back(self) -> None:
-        """Waits until the consumer's stream is not too many batches behind."""
-        self._handoff.hold_back()
+        """Waits, on the replay's thread, until the consumer's stream is not too many batches behind."""
+        while len(self._consumed) > MOST_UNCONSUMED:
+            self.device.sync(self._consumed.popleft())
 
     def deliver(self, ready: ReadyBatch) -> Callable[[], None]:
-        """Called on the consumer's thread when it takes the batch."""
-        return self._handoff.of(ready)
+        """The callback for the consumer's thread when it takes the batch."""
+        device, consumed = self.device, self._consumed
+
+        def taken() -> None:
+            # What the consumer gave its stream before it asked: the work on earlier batches.
+            consumed.append(device.record())
+            ready.hand_off(device)
+
+        return taken
 
     def close(self) -> None:
         """Waits for the stream, and unpins."""
@@ -66,7 +77,7 @@ class DeviceSession:
             _log.warning("the replay's thread is still building a batch after %s s; memory stays pinned", CLOSE_S)
             return
         try:
-            self._handoff.clear()
+            self._consumed.clear()
             for target in self.targets:
                 target.close()
         finally:

@@ -17,7 +17,7 @@ import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.device.device import Device
 from geartrain.replay.device.arena_batch import ArenaViews
-from geartrain.replay.device.staging import StagedTransfer
+from geartrain.replay.device.staging import PinnedRows, StagedTransfer
 from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.device.transfer import ReadyBatch
 from geartrain.replay.sampler import StoreSampler
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class PinnedBatch:
-    """A native batch in pinned memory, and the event of its last copy; see `PinnedRows`."""
+class PinnedBatch(PinnedRows):
+    """A native batch in pinned memory, and the event of its last copy."""
 
     device: Device
     memory: torch.Tensor

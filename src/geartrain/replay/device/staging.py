@@ -7,8 +7,9 @@ arena to another.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from geartrain.device.kernels.gather_layout import Arena
 
 
-class PinnedRows(Protocol):
+class PinnedRows(ABC):
     """A batch in pinned memory, raw and padded.
 
     Attributes:
@@ -35,28 +36,19 @@ class PinnedRows(Protocol):
         weighed: whether the sent bytes are complete, with probabilities and importance weights.
     """
 
-    @property
-    def memory(self) -> torch.Tensor: ...
+    memory: torch.Tensor
+    nbytes: int
+    layout: Arena
+    views: ArenaViews | None
+    weighed: bool
 
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def layout(self) -> Arena: ...
-
-    @property
-    def views(self) -> ArenaViews | None: ...
-
-    @property
-    def weighed(self) -> bool: ...
-
+    @abstractmethod
     def mask(self) -> NDArray[np.bool_]:
         """(n, steps) of the batch, for what is converted or packed."""
-        ...
 
+    @abstractmethod
     def sent(self) -> Any:
         """Called once its copy was given to the current stream; an event behind that, where one was recorded."""
-        ...
 
 
 class _Fetched(NamedTuple):
@@ -154,8 +146,8 @@ class StagedTransfer(Transfer):
         return (self._pinned.views if as_it_is else None) or super().views()
 
 
-class _OwnRows:
-    """Memory of the target's pool for n rows, laid out as the kernel would; see `PinnedRows`."""
+class _OwnRows(PinnedRows):
+    """Memory of the target's pool for n rows, laid out as the kernel would."""
 
     views = None
     weighed = False

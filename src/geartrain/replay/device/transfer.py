@@ -18,8 +18,7 @@ torn.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 
     from geartrain.device.kernels.gather import GatherPlan
     from geartrain.device.kernels.gather_layout import Arena
-
-# Batches that the consumer's stream may be behind before the replay's thread waits for it.
-MOST_UNCONSUMED = 4
 
 
 class Transfer(ABC):
@@ -349,37 +345,10 @@ class ReadyBatch:
             device.record_stream(tensor)
 
 
-class StreamHandoff:
-    """Handoff of batches to the consumer's stream."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._consumed: deque[Any] = deque()
-
-    def hold_back(self) -> None:
-        """Waits, on the replay's thread, until the consumer's stream is not too many batches behind."""
-        while len(self._consumed) > MOST_UNCONSUMED:
-            self._device.sync(self._consumed.popleft())
-
-    def of(self, ready: ReadyBatch) -> Callable[[], None]:
-        """The callback for the consumer's thread when it takes the batch."""
-
-        def deliver() -> None:
-            # What the consumer gave its stream before it asked: the work on earlier batches.
-            self._consumed.append(self._device.record())
-            ready.hand_off(self._device)
-
-        return deliver
-
-    def clear(self) -> None:
-        """Forgets the consumer."""
-        self._consumed.clear()
-
-
 def _dtype(name: str) -> Any:
     import torch
 
     return getattr(torch, name)
 
 
-__all__ = ["MOST_UNCONSUMED", "GatherTransfer", "ReadyBatch", "StreamHandoff", "Transfer", "steps_of", "write_weights"]
+__all__ = ["GatherTransfer", "ReadyBatch", "Transfer", "steps_of", "write_weights"]

@@ -1,4 +1,4 @@
-"""Batch assembly on one rank: combines the rank's own rows with rows from other ranks. The protocol and the choice.
+"""Batch assembly on one rank: combines the rank's own rows with rows from other ranks. The choice of the assembler.
 
 An assembler provides the memory for this rank's batch, into which rows are read (rank_reader.py). It also provides the
 memory for messages to other ranks, unless these are in host memory. When all rows are read, the assembler exchanges the
@@ -18,115 +18,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-import geartrain._native as _native
 from geartrain.core.arguments import check_keywords, leave_out
 from geartrain.core.lifetime import on_error
 from geartrain.errors import ArgumentError
-from geartrain.ranks.rank_group import Bytes
-from geartrain.replay.batch import Batch
 from geartrain.replay.device.options import DeviceOptions, Path
-from geartrain.replay.device.priority_mirror import DevicePriorities
 from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.distributed.assembly_device import DeviceAssembler, GatherAssembler, StagedAssembler
 from geartrain.replay.distributed.assembly_nccl import NcclAssembler
-from geartrain.replay.distributed.rank_reader import RankReader, Target
-from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.replay.fetch_plan import FetchPlan
-from geartrain.replay.sampler import StoreSampler
 
 if TYPE_CHECKING:
     from geartrain.device.device import Device
     from geartrain.device.nccl import DeviceGroup
-
-
-class BatchAssembler(Protocol):
-    """Buffers, exchange and finished batches of one rank. Called on the replay's thread, apart from `close`.
-
-    A buffer is the assembler's own kind of object: the memory of this rank's batch.
-    """
-
-    def enter(self) -> None:
-        """Called first on the thread that builds batches."""
-        ...
-
-    def open_mirrors(self, samplers: Sequence[StoreSampler]) -> Sequence[DevicePriorities | None]:
-        """For each store, the copy of this rank's shard on the device that draws may be made from; None without one.
-
-        Raises:
-            ArgumentError: select="device" was asked for, and a store's rows cannot be drawn there.
-        """
-        ...
-
-    def at_work(self) -> AbstractContextManager[None]:
-        """Held while a batch is built; `close` waits for it. Raises `StoreClosedError` once closed."""
-        ...
-
-    def buffer(self, reader: RankReader, plan: FetchPlan, n: int) -> Any:
-        """A buffer for this rank's batch of n rows of a plan."""
-        ...
-
-    def own(self, mine: Any) -> Any:
-        """A buffer as native code reads rows into it: a native batch, or a `Target`."""
-        ...
-
-    def targets_of(self, wanted: Callable[[], Sequence[tuple[int, FetchPlan, int]]]) -> list[Target] | None:
-        """Targets that native code reads the rows of each (rank, plan, rows) into; None for messages in host memory."""
-        ...
-
-    def exchange(self, agreement: ReadAgreement, reader: RankReader, read: _native.RankRead, mine: Any) -> int:
-        """Sends rows to other ranks and puts incoming rows into this rank's batch. Collective.
-
-        Args:
-            agreement: exchanges messages; raises if a rank has lost rows.
-            reader: the reader that has read the rows.
-            read: the rows that it has read, and the rows to receive.
-            mine: the buffer of this rank's batch; None if it gets no rows.
-
-        Returns:
-            Bytes of the fields received.
-        """
-        ...
-
-    def weigh(
-        self,
-        agreement: ReadAgreement | None,
-        reader: RankReader,
-        read: _native.RankRead,
-        mine: Any,
-        counts: Sequence[int],
-        step: int,
-    ) -> NDArray[np.float64] | None:
-        """Importance weights (n,) of this rank's rows, of `counts` selectable rows in each store; None without any."""
-        ...
-
-    def pieces(self, mine: Any) -> list[Bytes]:
-        """A buffer's memory in host memory, for a copy of the whole batch."""
-        ...
-
-    def batch(
-        self, reader: RankReader, read: _native.RankRead, mine: Any, weights: NDArray[np.float64] | None, step: int
-    ) -> tuple[Batch, Callable[[], None]]:
-        """The batch in the buffer, and what the consumer's thread calls when it takes the batch."""
-        ...
-
-    def empty_batch(self, sampler: StoreSampler, plan: FetchPlan | None, step: int) -> tuple[Batch, Callable[[], None]]:
-        """The same of no rows, with the fields of a plan; None for a rank that gets no fields."""
-        ...
-
-    def describe(self) -> list[dict[str, Any]]:
-        """For each store, how its rows come to the device; empty for host memory."""
-        ...
-
-    def close(self) -> None:
-        """Releases devices and segments."""
-        ...
 
 
 def check_options(options: DeviceOptions, names: Sequence[str], has_peers: bool) -> None:
@@ -198,4 +104,4 @@ def open_assembler(
         return StagedAssembler(session, open_targets(fields, "staged"), options, why, rank)
 
 
-__all__ = ["BatchAssembler", "check_options", "open_assembler"]
+__all__ = ["check_options", "open_assembler"]

@@ -33,31 +33,54 @@ _NOTHING = contextlib.nullcontext()
 
 
 class HostAssembler:
-    """Batches in host memory; see `geartrain.replay.distributed.assembly.BatchAssembler`."""
+    """Buffers, exchange and finished batches of one rank, here in host memory.
+
+    Called on the replay's thread, apart from `close`. A buffer is the memory of this rank's batch, an object of the
+    assembler's own kind.
+    """
 
     def enter(self) -> None:
-        pass
+        """Called first on the thread that builds batches."""
+        return
 
     def open_mirrors(self, samplers: Sequence[StoreSampler]) -> Sequence[DevicePriorities | None]:
-        """Rows are drawn on the host."""
+        """For each store, the copy of this rank's shard on the device that draws may be made from; None without one.
+
+        Raises:
+            ArgumentError: select="device" was asked for, and a store's rows cannot be drawn there.
+        """
         return [None for _ in samplers]
 
     def at_work(self) -> AbstractContextManager[None]:
+        """Held while a batch is built; `close` waits for it. Raises `StoreClosedError` once closed."""
         return _NOTHING
 
     def buffer(self, reader: RankReader, plan: FetchPlan, n: int) -> Any:
+        """A buffer for this rank's batch of n rows of a plan."""
         return reader.empty_batch(n)
 
     def own(self, mine: Any) -> Any:
+        """A buffer as native code reads rows into it: a native batch, or a `Target`."""
         return mine
 
     def targets_of(self, wanted: Callable[[], Sequence[tuple[int, FetchPlan, int]]]) -> list[Target] | None:
-        """Messages are in host memory."""
+        """Targets that native code reads the rows of each (rank, plan, rows) into; None for messages in host memory."""
         return None
 
     def exchange(
         self, agreement: ReadAgreement, reader: RankReader, read: _native.RankRead, mine: _native.SampledBatch | None
     ) -> int:
+        """Sends rows to other ranks and puts incoming rows into this rank's batch. Collective.
+
+        Args:
+            agreement: exchanges messages; raises if a rank has lost rows.
+            reader: the reader that has read the rows.
+            read: the rows that it has read, and the rows to receive.
+            mine: the buffer of this rank's batch; None if it gets no rows.
+
+        Returns:
+            Bytes of the fields received.
+        """
         if read.outcome is not None:  # no row moves, and all ranks have told already
             agreement.check(read.outcome)
             return 0
@@ -73,6 +96,7 @@ class HostAssembler:
         counts: Sequence[int],
         step: int,
     ) -> NDArray[np.float64] | None:
+        """Importance weights (n,) of this rank's rows, of `counts` selectable rows in each store; None without any."""
         if not reader.with_lowest or (mine.weighed and read.outcome is not None):  # `RankReader.build` has done it
             return mine.importance_weights()
         lowest = None if agreement is None else agreement.lowest
@@ -89,6 +113,7 @@ class HostAssembler:
         return mine.importance_weights()
 
     def pieces(self, mine: _native.SampledBatch) -> list[Bytes]:
+        """A buffer's memory in host memory, for a copy of the whole batch."""
         return [mine.buffer()]
 
     def batch(
@@ -99,6 +124,7 @@ class HostAssembler:
         weights: NDArray[np.float64] | None,
         step: int,
     ) -> tuple[Batch, Callable[[], None]]:
+        """The batch in the buffer, and what the consumer's thread calls when it takes the batch."""
         if weights is not None and not mine.weighed:  # of the tensor-parallel peer whose batch this is
             mine.set_importance(0, weights)
         view = reader.samplers[0].transitions
@@ -107,37 +133,21 @@ class HostAssembler:
         return global_batch(mine, view or reader.plan, step, reader.members.shard_ids, read.draws()), nothing
 
     def empty_batch(self, sampler: StoreSampler, plan: FetchPlan | None, step: int) -> tuple[Batch, Callable[[], None]]:
-        view, kind = sampler.transitions, sampler.plan
-        fields: dict[str, Any] = {}
-        steps = kind.window or kind.store.max_length
-        if view is not None:
-            steps = view.frame_stack
-        if plan is not None and view is None:
-            empty = {name: np.empty(plan.shape(name, 0), plan.raw_dtype(name)) for name in plan.names}
-            fields = {name: plan.as_field(name, array) for name, array in empty.items()}
-        elif plan is not None and view is not None:
-            arrays = {name: np.empty((0, *shape), dtype) for name, (shape, dtype) in view.arrays().items()}
-            shown = view.shown_of(arrays)
-            fields = {name: view.as_field(name, shown.field(place)) for name, place in view.places.items()}
-        counts = kind.as_output(np.empty(0, np.int32))
-        batch = Batch(
-            fields,
-            Keys.empty(),
-            mask=kind.as_output(np.empty((0, steps), np.bool_)),
-            start=counts,
-            length=counts,
-            version=kind.as_output(np.empty(0, np.int64)),
-            probability=kind.as_output(np.empty(0)),
-            step=step,
-            draw=kind.as_output(np.empty(0, np.int64)),
-        )
-        return batch, nothing
+        """The same of no rows, with the fields of a plan; None for a rank that gets no fields."""
+        shown = sampler.transitions or sampler.plan
+        names = [] if plan is None else plan.names if sampler.transitions is None else shown.names
+        like = global_batch(sampler.empty_batch(1, shards=True), shown, step, (0,))  # there is none of no rows
+        described = ("mask", "start", "length", "version", "probability", "draw")
+        metadata = {name: getattr(like, name)[:0] for name in described}
+        return Batch({name: like[name][:0] for name in names}, Keys.empty(), step=step, **metadata), nothing
 
     def describe(self) -> list[dict[str, Any]]:
+        """For each store, how its rows come to the device; empty for host memory."""
         return []
 
     def close(self) -> None:
-        pass
+        """Releases devices and segments."""
+        return
 
 
 def importance_weights(

@@ -130,15 +130,9 @@ def assign(
     replicas: Sequence[Replica],
     shard_ranks: Sequence[Sequence[int]],
     assignment: Assignment,
-    atom: NDArray[np.int64] | None = None,
 ) -> Assigned:
-    """`Assigner.assign` for one batch; draws of one atom have the same number in `atom`, (n,), which never falls."""
-    sizes = None
-    if atom is not None:
-        if (atom[1:] < atom[:-1]).any():
-            raise ArgumentError("draws of an atom are neighbours")
-        sizes = np.unique(atom, return_counts=True)[1].astype(np.int64)
-    return Assigner(replicas, shard_ranks).assign(np.ascontiguousarray(shard, np.int64), assignment, sizes)
+    """`Assigner.assign` for one batch."""
+    return Assigner(replicas, shard_ranks).assign(np.ascontiguousarray(shard, np.int64), assignment)
 
 
 # Of the mean cost: how much more a replica may have for the sake of rows on its own host, and from how much more on

@@ -226,7 +226,8 @@ def join_job(
     inputs = list(arrays) if config.inputs is None else config.inputs
     targets = list(arrays) if config.targets is None else config.targets
     mine = [*(inputs if position.is_first_stage else ()), *(targets if position.is_last_stage else ())]
-    fields = tuple(dict.fromkeys(mine))
+    # Every rank has all fields of packed rows, as every stage of a pipeline needs their lengths.
+    fields = tuple(arrays) if samplers[0].packed is not None else tuple(dict.fromkeys(mine))
     job = describe_job(samplers, selection, config.batch_size, config.view)
     job |= {name: getattr(config, name) for name in ("assignment", "prefetch", "num_batches", "keep")}
     job["balance"] = None if config.cost is None else repr(config.cost)

@@ -5,8 +5,11 @@ The steps are those of rank_rows.py. Two are different, because the ranks do not
     3. draw        as there (sharded_sampler.py)
     3a. tell       the leader of each shard tells all ranks the keys and lengths of its drawn rows      one message each
     4. assign      every rank computes alike which replica trains on a row: by number of rows, or by cost          none
-    5. read        rows from shared memory, by a rank that has their shard                                         none
+    5. read        rows from shared memory, by the ranks of the replica that have their shard                      none
     6. exchange    one message per pair of ranks, with what the sender has read for the receiver        one message each
+
+All ranks of a replica get the same batch in the same order, with all fields: those of its pipeline and its
+tensor-parallel peers, too. A rank reads rows of its own shard itself, also where another rank reads them for others.
 
 So every rank knows the lengths of the whole global batch (`BatchLengths`), and derives from them, without another
 message, what all ranks have to do alike.
@@ -49,7 +52,7 @@ from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.mixture import Selection
 from geartrain.selection.shard import NO_ROW, NO_ROWS, ShardedDraw
 from geartrain.selection.strategy import Draw, Redraw, importance_of
-from geartrain.store.packed import PackedReader, as_bounds, spread
+from geartrain.store.packed import PackedReader, PackedValues, as_bounds, spread
 
 # First number of each message: whether its sender has what the others need.
 _WHOLE, _LOST = 0, 1
@@ -141,33 +144,41 @@ class RowLengths:
 
 
 class MovedRows:
-    """Rows of one message, which another rank has read."""
+    """Rows of one message, which another rank has read.
+
+    Args:
+        reader: of the fields.
+        like: any rows that this rank has read, for dtypes and shapes.
+        message: the rows.
+        lengths: of the global batch.
+        places: the rows' places in it.
+    """
 
     def __init__(
         self,
         reader: PackedReader,
-        own: _native.PackedArrays,
+        like: _native.PackedArrays,
         message: _Message,
         lengths: BatchLengths,
         places: NDArray[np.int64],
     ) -> None:
-        self.fields: list[NDArray[Any]] = []
-        self.bounds: list[NDArray[np.int64] | None] = []
+        self._reader = reader
+        self._fields: list[NDArray[Any]] = []
+        self._bounds: list[NDArray[np.int64] | None] = []
         self.nbytes = 0
         for place, name in enumerate(reader.names):
             field = reader.plan.fields[name]
             items = lengths.items(field.axis, places)
             if field.kind == "array":
-                like = own.field(place)
-                values = message.take(like.dtype, items * int(np.prod(like.shape[1:], dtype=np.int64)))
-                self.fields.append(values.reshape(items, *like.shape[1:]))
-                self.bounds.append(None)
+                kind = like.field(place)
+                values = message.take(kind.dtype, items * int(np.prod(kind.shape[1:], dtype=np.int64)))
+                self._fields.append(values.reshape(items, *kind.shape[1:]))
+                self._bounds.append(None)
             else:
                 bounds = message.take(np.int64, items + 1)
-                self.fields.append(message.take(np.uint8, int(bounds[-1])))
-                self.bounds.append(bounds)
-            self.nbytes += self.fields[-1].nbytes
-        message.end()
+                self._fields.append(message.take(np.uint8, int(bounds[-1])))
+                self._bounds.append(bounds)
+            self.nbytes += self._fields[-1].nbytes
 
     @staticmethod
     def pack(reader: PackedReader, found: _native.PackedArrays) -> list[Bytes]:
@@ -179,42 +190,37 @@ class MovedRows:
             pieces.append(flat_bytes(found.field(place)))
         return pieces
 
-    def strings(self, place: int, *, decoded: bool) -> list[Any]:
+    def field(self, place: int) -> NDArray[Any]:
+        """The values of a field."""
+        return self._fields[place]
+
+    def strings(self, place: int) -> list[Any]:
         """The strings of a field."""
-        text, bounds = self.fields[place].tobytes(), self.bounds[place]
+        text, bounds = self._fields[place].tobytes(), self._bounds[place]
         assert bounds is not None
         cut = [text[first:last] for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
+        decoded = self._reader.plan.fields[self._reader.names[place]].kind == "text"
         return [each.decode() for each in cut] if decoded else cut
 
 
 class JoinedRows:
-    """The rows of this rank's batch: those that it has read itself, and behind them those of each other rank.
+    """The rows of this rank's batch, by the ranks that have read them.
 
     See `geartrain.store.packed.PackedValues`. Arrays are joined when they are asked for.
     """
 
-    def __init__(
-        self,
-        reader: PackedReader,
-        own: _native.PackedArrays,
-        moved: Sequence[MovedRows],
-        lengths: BatchLengths,
-    ) -> None:
-        self._reader, self._own, self._moved, self._lengths = reader, own, moved, lengths
-        self.nbytes = own.nbytes + sum(each.nbytes for each in moved)
+    def __init__(self, plan: RowPlan, parts: Sequence[_native.PackedArrays | MovedRows], lengths: BatchLengths) -> None:
+        self._plan, self._parts, self._lengths = plan, parts, lengths
+        self.nbytes = sum(each.nbytes for each in parts)
 
     def field(self, place: int, /) -> NDArray[Any]:
-        return np.concatenate([self._own.field(place), *(each.fields[place] for each in self._moved)])
+        return np.concatenate([each.field(place) for each in self._parts])
 
     def strings(self, place: int, /) -> list[Any]:
-        decoded = self._reader.plan.fields[self._reader.names[place]].kind == "text"
-        return [
-            *self._own.strings(place),
-            *(one for each in self._moved for one in each.strings(place, decoded=decoded)),
-        ]
+        return [one for each in self._parts for one in each.strings(place)]
 
     def axis(self, number: int, /) -> tuple[Any, Any, Any]:
-        axis = self._reader.plan.axes[number - 1]
+        axis = self._plan.axes[number - 1]
         places = self._lengths.places
         lengths = self._lengths.lengths[axis.name][places]
         parts = None
@@ -228,15 +234,15 @@ class JoinedRows:
 class PackedRankRows(RankSource):
     """This rank's part of the packed global batch of each step; see `RankSource`.
 
-    Its batch has the rows that this rank has read first, then those of other ranks; `batch.draw` tells their places in
-    the global batch.
+    Its batch has the rows that its replica's first rank has read first, then those of each other rank; `batch.draw`
+    tells their places in the global batch.
 
     Args:
         samplers: of this rank's shard.
         selection: the strategy.
         config: of the replay; its batch is the global one.
         group: the rank group.
-        position: this rank's position in the mesh, which is one of replicas.
+        position: this rank's position in the mesh.
     """
 
     def __init__(
@@ -259,9 +265,12 @@ class PackedRankRows(RankSource):
         members, (shards,) = self.members, self.members.stores
         self._shard, self._leads = shards.of_rank[group.rank], members.leads(0)
         self._assigner = Assigner(members.replicas, shards.ranks)
-        self._rank_of = np.array([replica.ranks[0] for replica in members.replicas])
-        assert members.me is not None
-        self._me = members.me.replica
+        # The ranks of each replica: those of each pipeline stage, which get the same rows.
+        self._ranks_of: list[list[int]] = [[] for _ in members.replicas]
+        for each in members.consumers:
+            self._ranks_of[each.replica] += [each.rank, *each.peers]
+        self._me = next(number for number, ranks in enumerate(self._ranks_of) if group.rank in ranks)
+        self._none = self._reader.read(Keys(NO_ROWS, NO_ROWS))  # has the dtypes and shapes of the fields
         rooms = members.all_gather_shards(0, np.array(room_of(sampler.plan.store)))
         check_room([(in_flight, capacity) for in_flight, capacity in rooms.tolist()], config)
         self._newest = self._most = self._mean = 0.0  # balance, and the sums that it is of
@@ -457,15 +466,16 @@ class PackedRankRows(RankSource):
             cost = np.sum(list(lengths.lengths.values()) or [np.ones(n, np.int64)], axis=0).tolist()
             atoms = None if atom == 1 else np.full(n // atom, atom, np.int64)
             made = self._assigner.assign(shard, self._config.assignment, atoms)
-        loads = np.bincount(made.replica, cost, len(self._rank_of))
+        loads = np.bincount(made.replica, cost, len(self._ranks_of))
         self._newest = float(loads.max() / loads.mean()) if loads.any() else 1.0
         self._most += float(loads.max())
         self._mean += float(loads.mean())
         mine = np.flatnonzero(made.replica == self._me)
-        # This rank's own rows come first, then those of each other rank.
-        order = np.lexsort((mine, made.reader[mine], made.reader[mine] != self.group.rank))
+        # The rows that the replica's first rank reads come first, then those of each other rank.
+        first = self.members.replicas[self._me].ranks[0]
+        order = np.lexsort((mine, made.reader[mine], made.reader[mine] != first))
         lengths = dataclasses.replace(
-            lengths, replica=made.replica, places=mine[order], me=self._me, replicas=len(self._rank_of)
+            lengths, replica=made.replica, places=mine[order], me=self._me, replicas=len(self._ranks_of)
         )
         return lengths, made.reader
 
@@ -480,38 +490,49 @@ class PackedRankRows(RankSource):
         selected_s: float,
     ) -> PackedBatch:
         """Steps 5 and 6. Raises `CommonError` on all ranks where one has lost rows."""
-        rank, traffic, places = self.group.rank, self.traffic, lengths.places
-        own, lost = self._read(drawn, places[reader[places] == rank])
-        trainer = self._rank_of[lengths.replica]
-        pieces: dict[int, list[Bytes]] = {}
-        for peer in np.unique(trainer[reader == rank]).tolist():
-            if peer != rank:
-                found, torn = self._read(drawn, np.flatnonzero((reader == rank) & (trainer == peer)))
-                pieces[peer] = MovedRows.pack(self._reader, found)
+        rank, traffic, of_rank = self.group.rank, self.traffic, self.members.stores[0].of_rank
+        read: dict[tuple[int, int], _native.PackedArrays] = {}  # by replica, and the rank that has to read them
+        lost, sent = False, dict[int, list[Bytes]]()
+        for number in np.unique(lengths.replica[reader == rank]).tolist():
+            far = [each for each in self._ranks_of[number] if of_rank[each] != self._shard]
+            if far:
+                found, torn = self._read(drawn, np.flatnonzero((reader == rank) & (lengths.replica == number)))
+                read[number, rank], lost = found, lost or torn
+                sent |= dict.fromkeys(far, MovedRows.pack(self._reader, found))
+                traffic.sent_bytes += len(far) * found.nbytes
+        its = {each: lengths.places[reader[lengths.places] == each] for each in self._readers(reader, lengths)}
+        for peer, places in its.items():
+            if of_rank[peer] == self._shard and (self._me, peer) not in read:
+                read[self._me, peer], torn = self._read(drawn, places)
                 lost |= torn
-                traffic.sent_bytes += found.nbytes
         read_s = time.perf_counter()
-        parts = [
-            _message(_LOST, []) if lost else _message(_WHOLE, pieces.get(peer, ())) for peer in range(self.group.size)
+        messages = [
+            _message(_LOST, []) if lost else _message(_WHOLE, sent.get(peer, ())) for peer in range(self.group.size)
         ]
-        received = [_Message(part, peer) for peer, part in enumerate(self.members.all_to_all(parts))]
+        received = [_Message(each, peer) for peer, each in enumerate(self.members.all_to_all(messages))]
         failed = [peer for peer, message in enumerate(received) if message.take(np.int64, 1)[0] == _LOST]
         if failed:
             raise self._lost_rows(failed[0])
-        moved = []
-        for peer, message in enumerate(received):
-            its = places[reader[places] == peer]
-            if peer == rank:
-                continue
-            if len(its):
-                moved.append(MovedRows(self._reader, own, message, lengths, its))
+        parts: list[_native.PackedArrays | MovedRows] = []
+        for peer, places in its.items():
+            own = read.get((self._me, peer))
+            if own is not None:
+                traffic.local_bytes += own.nbytes
+                parts.append(own)
             else:
-                message.end()
-        traffic.local_bytes += own.nbytes
-        traffic.received_bytes += sum(each.nbytes for each in moved)
+                moved = MovedRows(self._reader, self._none, received[peer], lengths, places)
+                traffic.received_bytes += moved.nbytes
+                parts.append(moved)
+        for message in received:
+            message.end()
         traffic.fetch_s += read_s - selected_s
         traffic.exchange_s += time.perf_counter() - read_s
-        return self._batch(step, drawn, version, lengths, own, moved, count)
+        return self._batch(step, drawn, version, lengths, parts, count)
+
+    @staticmethod
+    def _readers(reader: NDArray[np.int64], lengths: BatchLengths) -> list[int]:
+        """The ranks that read rows of this replica, in the order of its batch."""
+        return list(dict.fromkeys(reader[lengths.places].tolist()))
 
     def _read(self, drawn: ShardedDraw, places: NDArray[np.int64]) -> tuple[_native.PackedArrays, bool]:
         """Rows of this rank's shard, and whether some of them are gone."""
@@ -524,11 +545,14 @@ class PackedRankRows(RankSource):
         drawn: ShardedDraw,
         version: NDArray[np.int64],
         lengths: BatchLengths,
-        own: _native.PackedArrays,
-        moved: Sequence[MovedRows],
+        parts: Sequence[_native.PackedArrays | MovedRows],
         count: int,
     ) -> PackedBatch:
         places = lengths.places
+        found: PackedValues = self._none
+        if parts:
+            only = parts[0] if len(parts) == 1 else None
+            found = only if isinstance(only, _native.PackedArrays) else JoinedRows(self._reader.plan, parts, lengths)
         keys = Keys.of_rows(
             drawn.rows[places],
             drawn.generations[places],
@@ -544,7 +568,7 @@ class PackedRankRows(RankSource):
         return packed_batch(
             self._reader,
             self._sampler.plan.output,
-            JoinedRows(self._reader, own, moved, lengths) if moved else own,
+            found,
             keys,
             version[places],
             probability=probability,

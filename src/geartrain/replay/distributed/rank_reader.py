@@ -266,10 +266,7 @@ class RankReader:
 
     def empty_batch(self, n: int) -> _native.SampledBatch:
         """Recycled memory for n rows of this rank's batch."""
-        plan, view = self.plan, self.samplers[0].transitions
-        native = None if view is None else view.native
-        steps = None if view is not None else plan.native_steps
-        return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, True, native, True, steps)
+        return self.samplers[0].empty_batch(n, shards=True, plan=self.plan)
 
     def build(
         self, step: int, updates: list[PriorityUpdate], quotas: Sequence[int]
@@ -414,16 +411,7 @@ class RankReader:
 
 
 def _plan_of(sampler: StoreSampler) -> tuple[tuple[Any, ...] | None, int, int, bool]:
-    traits, draws = sampler.traits, None
-    if sampler.draws_natively:
-        draws = (
-            traits.by_priority,
-            traits.replacement,
-            traits.stratified,
-            traits.order,
-            traits.cursor,
-            traits.over_steps,
-        )
+    draws = sampler.native_draws(sampler.traits.cursor) if sampler.draws_natively else None
     return draws, seed_of(sampler.strategy), sampler.atom, sampler.limited
 
 

@@ -42,7 +42,7 @@ from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.device import DeviceOptions
-from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
+from geartrain.replay.distributed.assembly import check_options, open_assembler
 from geartrain.replay.distributed.assembly_host import HostAssembler
 from geartrain.replay.distributed.assignment import sizes_of
 from geartrain.replay.distributed.messages import flat_bytes
@@ -92,7 +92,7 @@ class RankRows(RankSource):
         me = self.members.me  # whose batch this rank has; it gets rows itself where it is not another's copy
         self._mine = me if me is not None and me.fields else None
         self._reads_own = self._mine is not None and self._mine.rank == group.rank
-        self.assembler: BatchAssembler = HostAssembler()
+        self.assembler = HostAssembler()
 
         def open_mine() -> None:
             self.assembler = self._open_assembler(config.device, members, config.timeout_s)
@@ -107,7 +107,7 @@ class RankRows(RankSource):
 
     def _open_assembler(
         self, options: DeviceOptions | None, members: Sequence[int] | None, timeout_s: float
-    ) -> BatchAssembler:
+    ) -> HostAssembler:
         if options is None:
             return HostAssembler()
         check_options(options, list(self.samplers[0].arrays), self._has_peers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from geartrain.errors import PeerLostError, StoreClosedError
 from geartrain.ranks.rank_group import RankGroup
 from geartrain.ranks.topology import MeshPosition
 from geartrain.replay.admission import Admission
-from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, check_priorities
+from geartrain.replay.builder import BuiltBatch, PriorityUpdate, RowSource, State, check_priorities
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.fingerprint import fingerprint_of
 from geartrain.replay.distributed.members import join_job
@@ -77,7 +77,7 @@ class Together:
         self._group.abort(reason)
 
 
-class RankSource(ABC):
+class RankSource(RowSource):
     """This rank's part of the global batch of each step, drawn together with all other ranks.
 
     See `geartrain.replay.builder.RowSource`.
@@ -101,7 +101,6 @@ class RankSource(ABC):
         ArgumentError: the batch cannot be divided evenly.
     """
 
-    overlaps = False
     collective = True
     exchange: _native.RankExchange
 
@@ -115,7 +114,7 @@ class RankSource(ABC):
     ) -> None:
         self.samplers = samplers
         self.group = group
-        self.update_lag: int | None = config.prefetch + config.extra_lag
+        self.update_lag = config.prefetch + config.extra_lag
         self.traffic = Traffic()
         self.together = Together(group, samplers)
         self.has_importance = any(sampler.traits.importance for sampler in samplers)
@@ -124,10 +123,6 @@ class RankSource(ABC):
         self.rows = config.batch_size // len(self.members.replicas)
         self.admission = ShardAdmission(samplers, self.members, selection, config.batch_size)
         self.sharded = ShardedSampler(samplers, self.members, fingerprint_of(self.members.job))
-
-    def enter(self) -> None:
-        """Nothing has to be done on the prefetch thread first."""
-        return
 
     # --- a batch ------------------------------------------------------------------------------------------------
 
@@ -175,13 +170,6 @@ class RankSource(ABC):
     ) -> BuiltBatch:
         """The batch, drawn once. Raises `TooFewRowsError` or `DrawAgainError` on all ranks to have it repeated."""
 
-    def ready(self, started: Any) -> bool:
-        return True
-
-    def finish(self, started: Any) -> BuiltBatch:
-        built: BuiltBatch = started
-        return built
-
     # --- priorities, state, leaving -------------------------------------------------------------------------------
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
@@ -198,10 +186,6 @@ class RankSource(ABC):
         with self.together:
             self.sharded.settle(step, updates, self.exchange)
 
-    def restart(self) -> None:
-        """No updates wait here."""
-        return
-
     def rewind(self) -> None:
         """Forgets the redraws of later batches, before the state of an earlier one is loaded."""
         self.sharded.rewind()
@@ -212,9 +196,6 @@ class RankSource(ABC):
         moved = traffic["local_bytes"] + traffic["received_bytes"]
         traffic["local_share"] = traffic["local_bytes"] / moved if moved else 1.0
         return traffic | {f"peers_by_{name}": count for name, count in self.group.peers().items()}
-
-    def describe(self) -> list[dict[str, Any]]:
-        return []
 
     def abort(self, reason: str) -> None:
         self.together.abort(reason)

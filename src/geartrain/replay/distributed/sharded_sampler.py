@@ -233,32 +233,13 @@ class ShardedSampler:
         sampler.change_priorities(rows, lambda: native.apply_updates(rows, generations, None, None, priorities))
         return True
 
-    def gather_totals(
-        self,
-        step: int,
-        state: State,
-        updates: list[PriorityUpdate],
-        quotas: Sequence[int],
-        exchange: _native.RankExchange,
-    ) -> ShardTotals:
-        """Steps 1 and 2: no rank draws before all ranks are at this step and all priority updates are applied.
-
-        Args:
-            step, state, updates: of the batch, and before it.
-            quotas: rows that will be drawn from each store.
-            exchange: of `exchange_of`.
-
-        Raises:
-            RanksDisagreeError: a rank has another configuration or is at another step.
-            TooFewRowsError: a store has fewer rows than `min_rows`, or steps than `min_steps`.
-        """
-        agreed = self._agree(step, updates, quotas, state, exchange)
+    def _totals(self, agreed: _native.RankRead, before: State, quotas: Sequence[int]) -> ShardTotals:
+        """What all ranks know once they have agreed. Raises `TooFewRowsError`."""
         status, changed = self._status_in(agreed), agreed.changed
-        before = state
         counts: list[int] = []
         totals: list[NDArray[np.uint64] | None] = []
         offers: list[NDArray[np.uint64] | None] = []
-        state = [dict(each) for each in state]
+        state = [dict(each) for each in before]
         for number, (sampler, store) in enumerate(zip(self.samplers, self.members.stores, strict=True)):
             shards = status[:, number]
             leaders = shards[store.leaders]
@@ -417,8 +398,19 @@ class ShardedSampler:
         quotas: Sequence[int],
         exchange: _native.RankExchange,
     ) -> DrawnBatch:
-        """Steps 1 to 3: draws the batch of a step, `quotas` rows of each store; see `gather_totals` and `draw`."""
-        known = self.gather_totals(step, state, updates, quotas, exchange)
+        """Steps 1 to 3. No rank draws before all ranks are at this step and all priority updates are applied.
+
+        Args:
+            step, state, updates: of the batch, and before it.
+            quotas: rows to draw from each store.
+            exchange: of `exchange_of`.
+
+        Raises:
+            RanksDisagreeError: a rank has another configuration or is at another step.
+            TooFewRowsError: a store has fewer rows than `min_rows`, or steps than `min_steps`.
+            CommonError: of `draw`.
+        """
+        known = self._totals(self._agree(step, updates, quotas, state, exchange), state, quotas)
         found = [self.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
         after = [old if each is None else each.state for old, each in zip(known.state, found, strict=True)]
         return DrawnBatch(known.counts, after, found)

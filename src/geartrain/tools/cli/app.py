@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import inspect
+import json
 import math
 import signal
 import sys
@@ -205,6 +206,11 @@ def _is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def print_json(found: Any) -> None:
+    """Prints it as JSON on stdout, for programs."""
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
 
 
 def make_table(*headers: str, **options: Any) -> Table:

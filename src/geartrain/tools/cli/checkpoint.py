@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +19,6 @@ from geartrain.tools.cli.app import Terminated, app, ended_by_sigterm, escape, o
 from geartrain.tools.cli.checks import output_folder
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LONGEST_S = 366 * 86400.0
 #: How often a store that is not there is looked for.
 _LOOK_S = 1.0
@@ -52,8 +50,12 @@ def checkpoint(
 
     Example: geartrain checkpoint pendulum /data/pendulum --every 10m --keep 5
     """
+    from geartrain.tools.plan.units import parse_seconds
+
     trusted = check_trust(trust)
-    every_s = None if every is None else _seconds(every)
+    every_s = None if every is None else parse_seconds(every)
+    if every_s is not None and not 0.1 <= every_s <= _LONGEST_S:
+        raise ArgumentError(f"--every is a time like 30s, 10m, 2h or 1d, found {every!r}")
     with contextlib.ExitStack() as looked:
         if every_s is None:
             looked.enter_context(Store.open(name, mode="r", adopt=True, trust=trusted))  # before a directory is made
@@ -128,11 +130,3 @@ def _show(saved: Saved) -> None:
         + (f"; not linked: {escape(saved.not_linked)}" if saved.not_linked else ""),
         soft_wrap=True,
     )
-
-
-def _seconds(given: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", given.strip())
-    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
-    if not 0.1 <= seconds <= _LONGEST_S:
-        raise ArgumentError(f"--every is a time like 30s, 10m, 2h or 1d, found {given!r}")
-    return seconds

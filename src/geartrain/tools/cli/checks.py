@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
 import typer
 
-from geartrain.errors import MissingDependencyError
+from geartrain.core.extras import require
 
 _PLOTS = (".png", ".svg", ".pdf")
 
@@ -38,8 +37,7 @@ def plot_file(path: Path | None) -> Path | None:
         output_file(path)
         if path.suffix.lower() not in _PLOTS:
             raise typer.BadParameter(f"{path} is none of {', '.join(_PLOTS)}, which plots are drawn as")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise MissingDependencyError("plots need matplotlib: pip install matplotlib")
+        require("matplotlib", "geartrain[plot]", "A plot")
     return path
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect as inspect_module
-import json
 import os
 import shutil
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ import typer
 
 from geartrain.core.arguments import at_most_one, check_pair, leave_out
 from geartrain.errors import ArgumentError
-from geartrain.tools.cli.app import app, escape, make_table, out
+from geartrain.tools.cli.app import app, escape, make_table, out, print_json
 from geartrain.tools.cli.checks import input_file, output_file, plot_file
 from geartrain_bench import BENCHES
 
@@ -82,13 +80,13 @@ def doctor(
             progress=not as_json,
         )
         if as_json:
-            sys.stdout.write(json.dumps(vars(found), indent=1) + "\n")
+            print_json(vars(found))
         else:
             _print_report(found)
         return
     findings = examine()
     if as_json:
-        sys.stdout.write(json.dumps([vars(finding) for finding in findings], indent=1) + "\n")
+        print_json([vars(finding) for finding in findings])
         return
     more = "" if verbose else "; details: geartrain doctor --verbose"
     out.print(f"{about()}\n{summary(findings)}{more}\n", highlight=False, soft_wrap=True)

@@ -18,11 +18,13 @@ from geartrain.core.shared_files import Trust, check_trust, segments_directory, 
 from geartrain.errors import ArgumentError, GeartrainError, IncompatibleStoreError
 from geartrain.launch.host_snapshot import tasks_of
 from geartrain.store.store import Store
-from geartrain.tools.cli.app import app, die, escape, make_table, out
+from geartrain.tools.cli.app import app, die, escape, make_table, out, print_json
 from geartrain.tools.cli.checks import output_folder
-from geartrain.tools.cli.rows import check_rows, print_rows, rows_as_json
+from geartrain.tools.cli.rows import print_rows, rows_as_json
 
 HISTOGRAM_BINS = 12
+#: What has a name beside stores, and the module that finds and describes it.
+_NAMED: dict[str, Any] = {"weights": weights, "counters": counters}
 TRUST_HELP = "Who may write to the segment: user (its owner alone), group or any, as it was created with."
 
 
@@ -54,7 +56,8 @@ def inspect(
     Example: geartrain inspect pendulum --rows 3
     """
     trusted = check_trust(trust)
-    check_rows(rows, png)
+    if png is not None and rows is None:
+        raise ArgumentError("--png writes pictures of the rows that --rows shows")
     at_most_one(**{"--audit": audit or None, "--rows": rows})
     if name is None:
         if audit or rows is not None:
@@ -78,12 +81,12 @@ def inspect(
         _inspect_journal(Path(name), as_json)
     elif kind == "steps of a job":
         _inspect_steps(Path(name), as_json)
-    elif kind == "weights":
-        _inspect_weights(name, as_json)
     else:
-        about = {"kind": "counters", **counters.describe(name)._asdict()}
+        about = {"kind": kind, **_NAMED[kind].describe(name)._asdict()}
         if as_json:
-            sys.stdout.write(json.dumps(about, indent=1) + "\n")
+            print_json(about)
+        elif kind == "weights":
+            _print_weights([about])
         else:
             _print_counters([about])
 
@@ -99,7 +102,7 @@ def _kind_of(name: str) -> str:
         return "checkpoints"
     if "/" in name and Path(name).is_dir():
         die(f"{name} is a directory without a checkpoint, checkpoints with their `latest`, steps of a job or a journal")
-    return "weights" if _is_weights(name) else "counters" if _is_counters(name) else "store"
+    return next((kind for kind in _NAMED if _is_named(kind, name)), "store")
 
 
 def _inspect_rows(name: str, rows: int, png: Path | None, as_json: bool, trust: Trust) -> None:
@@ -131,10 +134,9 @@ def _list_segments(as_json: bool, trust: Trust) -> None:
             )
         except GeartrainError as error:
             found.append({"name": name, "error": str(error)})
-    found_weights = [_describe_weights(name) for name in weights.names()]
-    found_counters = [_describe_counters(name) for name in counters.names()]
+    found_weights, found_counters = ([_described(kind, each) for each in _NAMED[kind].names()] for kind in _NAMED)
     if as_json:
-        sys.stdout.write(json.dumps(found + found_weights + found_counters, indent=1) + "\n")
+        print_json(found + found_weights + found_counters)
         return
     if found_weights:
         _print_weights(found_weights)
@@ -147,7 +149,7 @@ def _list_segments(as_json: bool, trust: Trust) -> None:
     table = make_table("name", "rows", "capacity", "MB", "processes")
     for entry in found:
         if "error" in entry:
-            table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", "", "", "")
+            table.add_row(escape(entry["name"]), f"[red]{escape(entry['error'])}[/]")
         else:
             unused = "none (kept)" if entry["closed_in_order"] else "[yellow]none (left behind)[/]"
             attached = str(entry["processes"]) if entry["processes"] else unused
@@ -161,23 +163,15 @@ def _list_segments(as_json: bool, trust: Trust) -> None:
     out.print(table)
 
 
-def _is_weights(name: str) -> bool:
-    return name in weights.names() and not (segments_directory() / f"geartrain.{name}").exists()
+def _is_named(kind: str, name: str) -> bool:
+    return name in _NAMED[kind].names() and not (segments_directory() / f"geartrain.{name}").exists()
 
 
-def _describe_weights(name: str) -> dict[str, Any]:
+def _described(kind: str, name: str) -> dict[str, Any]:
     try:
-        return {"kind": "weights", **weights.describe(name)._asdict()}
+        return {"kind": kind, **_NAMED[kind].describe(name)._asdict()}
     except (GeartrainError, OSError) as error:
-        return {"kind": "weights", "name": name, "error": str(error)}
-
-
-def _inspect_weights(name: str, as_json: bool) -> None:
-    about = {"kind": "weights", **weights.describe(name)._asdict()}
-    if as_json:
-        sys.stdout.write(json.dumps(about, indent=1) + "\n")
-    else:
-        _print_weights([about])
+        return {"kind": kind, "name": name, "error": str(error)}
 
 
 def _print_weights(found: list[dict[str, Any]]) -> None:
@@ -186,7 +180,7 @@ def _print_weights(found: list[dict[str, Any]]) -> None:
     )
     for entry in found:
         if "error" in entry:
-            table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", *[""] * 5)
+            table.add_row(escape(entry["name"]), f"[red]{escape(entry['error'])}[/]")
             continue
         used = "" if entry["in_use"] else "[yellow], nobody attached (left behind)[/]"
         table.add_row(
@@ -201,22 +195,11 @@ def _print_weights(found: list[dict[str, Any]]) -> None:
     out.print(table)
 
 
-def _is_counters(name: str) -> bool:
-    return name in counters.names() and not (segments_directory() / f"geartrain.{name}").exists()
-
-
-def _describe_counters(name: str) -> dict[str, Any]:
-    try:
-        return {"kind": "counters", **counters.describe(name)._asdict()}
-    except (GeartrainError, OSError) as error:
-        return {"kind": "counters", "name": name, "error": str(error)}
-
-
 def _print_counters(found: list[dict[str, Any]]) -> None:
     table = make_table("counters", "processes", "created by", "totals")
     for entry in found:
         if "error" in entry:
-            table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", "", "")
+            table.add_row(escape(entry["name"]), f"[red]{escape(entry['error'])}[/]")
             continue
         counted = {name: value for name, value in entry["totals"].items() if value and name in counters.COUNTED}
         table.add_row(
@@ -308,7 +291,7 @@ def _inspect_store(name: str, as_json: bool, audit: bool, trust: Trust) -> None:
     if audit:
         about["problems"] = _problems(name, trust)
     if as_json:
-        sys.stdout.write(json.dumps(about, indent=1) + "\n")
+        print_json(about)
     else:
         _print_store(about)
     if about.get("problems"):
@@ -370,7 +353,7 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
         manifest, size, shared, plan = found.manifest, found.nbytes, found.shared_nbytes, found.plan
         states = None if plan is None else found.records()["state"]
     if as_json:
-        sys.stdout.write(json.dumps(manifest, indent=1) + "\n")
+        print_json(manifest)
         return
     out.print(
         f"checkpoint of {escape(manifest['created'])}: {manifest['rows']:,} rows, {size / 1e6:,.1f} MB"
@@ -419,7 +402,7 @@ def _inspect_journal(directory: Path, as_json: bool) -> None:
         **({} if journal.plan is None else {"tasks": list(journal.plan.tasks)}),
     }
     if as_json:
-        sys.stdout.write(json.dumps(about, indent=1) + "\n")
+        print_json(about)
         return
     out.print(
         f"journal: {found.rows:,} rows of a store of {journal.capacity:,}, {about['bytes'] / 1e6:,.1f} MB in "
@@ -441,7 +424,7 @@ def _inspect_steps(directory: Path, as_json: bool) -> None:
 
     steps = describe_steps(directory)
     if as_json:
-        sys.stdout.write(json.dumps(steps, indent=1) + "\n")
+        print_json(steps)
         return
     table = make_table("step", "created", "shards", "on this disk", "rows", "MB", "ranks")
     for step in steps:
@@ -501,19 +484,15 @@ def remove(
     Example: geartrain remove pendulum
     """
     trusted = check_trust(trust)
-    if _is_weights(name):
-        about = weights.describe(name)
-        if about.in_use and not force:
-            die(f"living processes use the weights {name!r}; --force removes the name regardless")
-        weights.unlink(name)
-        out.print(f"removed the weights {escape(name)} (version {about.version}, {about.file_bytes / 1e6:,.1f} MB)")
-        return
-    if _is_counters(name):
-        if counters.describe(name).in_use and not force:
-            die(f"the process that created the counters {name!r} is alive; --force removes the name regardless")
-        counters.unlink(name)
-        out.print(f"removed the counters {escape(name)}")
-        return
+    for kind, module in _NAMED.items():
+        if _is_named(kind, name):
+            about = module.describe(name)
+            if about.in_use and not force:
+                die(f"living processes use the {kind} {name!r}; --force removes the name regardless")
+            module.unlink(name)
+            what = f" (version {about.version}, {about.file_bytes / 1e6:,.1f} MB)" if kind == "weights" else ""
+            out.print(f"removed the {kind} {escape(name)}{what}")
+            return
     try:
         store = Store.open(name, mode="r", adopt=True, trust=trusted)
     except IncompatibleStoreError as error:

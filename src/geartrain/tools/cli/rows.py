@@ -18,7 +18,6 @@ from rich.style import Style
 
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import writing
-from geartrain.errors import ArgumentError
 from geartrain.replay.fetch import fetch
 from geartrain.store.row import ROW_STATES
 from geartrain.store.store import Store
@@ -181,10 +180,4 @@ def _plain(value: NDArray[Any]) -> Any:
     return value.astype(str).tolist()
 
 
-def check_rows(rows: int | None, png_folder: Path | None) -> None:
-    """Raises `ArgumentError` for pictures without rows."""
-    if png_folder is not None and rows is None:
-        raise ArgumentError("--png writes pictures of the rows that --rows shows")
-
-
-__all__ = ["check_rows", "half_blocks", "newest_rows", "picture_of", "png", "print_rows", "rows_as_json", "shades"]
+__all__ = ["half_blocks", "newest_rows", "picture_of", "png", "print_rows", "rows_as_json", "shades"]

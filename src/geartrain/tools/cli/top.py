@@ -6,9 +6,7 @@ import json
 import queue
 import shlex
 import signal
-import sys
 from collections import Counter
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +14,7 @@ import typer
 
 from geartrain.core.shared_files import check_trust, writing
 from geartrain.core.threads import set_by, sleep
-from geartrain.tools.cli.app import app, die, escape, out
+from geartrain.tools.cli.app import app, die, escape, out, print_json
 from geartrain.tools.cli.checks import input_file, output_file
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
 
@@ -74,7 +72,7 @@ def top(
         watcher.close()
         if as_json:
             document = {"hosts": snapshots, "findings": [each.to_json() for each in findings], "missing": missing}
-            sys.stdout.write(json.dumps(document, indent=1) + "\n")
+            print_json(document)
             return
         for line in plain_lines(snapshots, findings, out.width, names or ()):
             out.print(line, soft_wrap=True)
@@ -129,7 +127,9 @@ def metrics(
 
     trusted = check_trust(trust)
     if dashboard:
-        sys.stdout.write((files("geartrain.tools.watch") / "grafana.json").read_text())
+        import geartrain.tools.watch.dashboard as grafana
+
+        print_json(grafana.dashboard())
         return
     with set_by(signal.SIGTERM) as ended:
         endpoint = PrometheusEndpoint(None, host, port, trusted)

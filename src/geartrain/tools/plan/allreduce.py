@@ -27,6 +27,7 @@ other traffic, and stragglers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -66,8 +67,14 @@ class Network:
     rtt_s: float = 0.0
 
     def __post_init__(self) -> None:
+        check_real("nbytes", self.nbytes, 0)
         check_real("rtt_s", self.rtt_s, 0)
-        _native.plan_shares(self.workers, self.reducers, self.nbytes)  # raises for an invalid network
+        _native.plan_shares(len(self.workers), self.rates)  # raises for invalid rates
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The rates of all links, workers first."""
+        return (*self.workers, *self.reducers)
 
     @property
     def unit_s(self) -> float:
@@ -134,18 +141,17 @@ class Priced:
 
 def plan(network: Network) -> AllReducePlan:
     """The best shares for this network, and the costs of all algorithms on it."""
-    shares, _ = _native.plan_shares(network.workers, network.reducers, network.nbytes)
-    moved = _native.moved_bytes(len(network.workers), len(network.reducers), shares, network.nbytes)
+    shares = _native.plan_shares(len(network.workers), network.rates)
     costs = tuple(cost(network, name) for name in ALGORITHMS if name != "dedicated" or network.reducers)
     rate = min(network.reducers or network.workers)
     return AllReducePlan(
         network=network,
         shares=tuple(shares),
-        moved=tuple(moved),
+        moved=tuple(moved_bytes(network, shares)),
         seconds=costs[-1].seconds,
         costs=costs,
-        needed=_native.reducers_needed(network.workers, rate),
-        needed_dedicated=_native.dedicated_reducers_needed(network.workers, rate),
+        needed=reducers_needed(network.workers, rate),
+        needed_dedicated=dedicated_reducers_needed(network.workers, rate),
         needed_rate=rate,
     )
 
@@ -156,35 +162,72 @@ def cost(network: Network, algorithm: str) -> AlgorithmCost:
     The single reducer is the fastest given one, or like the slowest worker where none is given.
     """
     n, k, slowest = len(network.workers), network.nbytes, min(network.workers)
-    reducers, busiest = 0, 0.0
-    if algorithm == "single":
-        one = (max(network.reducers) if network.reducers else slowest,) if n > 1 else ()
-        shares = [0.0] * n + [1.0] if one else [1.0]
-        all_moved = _native.moved_bytes(n, len(one), shares, k)
-        moved, busiest, reducers = max(all_moved[:n]), max(all_moved), len(one)
-        seconds, hops = _native.shares_seconds(network.workers, one, shares, k), _native.DIRECT_HOPS if one else 0
-    elif algorithm == "root":
-        root = network.workers.index(max(network.workers))
-        shares = [float(i == root) for i in range(n)]
-        moved = max(_native.moved_bytes(n, 0, shares, k))
-        seconds, hops = _native.shares_seconds(network.workers, (), shares, k), _native.DIRECT_HOPS if n > 1 else 0
-    elif algorithm == "ring":
-        moved, hops = _native.ring_bytes(n, k), _native.ring_hops(n)
-        seconds = moved / slowest
-    elif algorithm == "tree":
-        moved, hops = _native.tree_bytes(n, k), _native.tree_hops(n)
-        seconds = _native.tree_seconds(n, slowest, k)
-    elif algorithm in ("dedicated", "hybrid"):
-        best = _native.plan_dedicated if algorithm == "dedicated" else _native.plan_shares
-        shares, seconds = best(network.workers, network.reducers, k)
-        reducers = sum(share > 0 for share in shares[n:])
-        all_moved = _native.moved_bytes(n, len(network.reducers), shares, k)
-        moved, busiest = max(all_moved[:n]), max(all_moved)
-        hops = _native.DIRECT_HOPS if n > 1 else 0
+    if algorithm in ("ring", "tree"):
+        whole = n if algorithm == "ring" else 1 << (n.bit_length() - 1)
+        beyond = k if whole != n else 0.0  # of workers that give their array to a partner, and get the result last
+        moved = busiest = 2 * (whole - 1) / whole * k + beyond
+        seconds = (moved + beyond) / slowest
+        hops = 2 * (n - 1) if algorithm == "ring" else 2 * (whole.bit_length() - 1) + 2 * (whole != n)
+        reducers = 0
     else:
-        raise ArgumentError(f"there are {', '.join(ALGORITHMS)}; found {algorithm!r}")
+        if algorithm == "single":
+            network = replace(network, reducers=(max(network.reducers, default=slowest),) if n > 1 else ())
+            shares = dedicated_shares(network)
+        elif algorithm == "root":
+            network = replace(network, reducers=())
+            root = network.workers.index(max(network.workers))
+            shares = [float(i == root) for i in range(n)]
+        elif algorithm == "dedicated":
+            shares = dedicated_shares(network)
+        elif algorithm == "hybrid":
+            shares = _native.plan_shares(n, network.rates)
+        else:
+            raise ArgumentError(f"there are {', '.join(ALGORITHMS)}; found {algorithm!r}")
+        all_moved = moved_bytes(network, shares)
+        moved, busiest, seconds = max(all_moved[:n]), max(all_moved), shares_seconds(network, shares)
+        hops = 2 if n > 1 else 0
+        reducers = sum(share > 0 for share in shares[n:])
     latency_s = hops * network.rtt_s / 2
-    return AlgorithmCost(algorithm, n, reducers, moved, max(moved, busiest), hops, latency_s, seconds + latency_s)
+    return AlgorithmCost(algorithm, n, reducers, moved, busiest, hops, latency_s, seconds + latency_s)
+
+
+def dedicated_shares(network: Network) -> list[float]:
+    """All shares on the reducers, in proportion to their rates. Raises `ArgumentError` without any."""
+    if len(network.workers) == 1:
+        return [1.0] + [0.0] * len(network.reducers)
+    if not network.reducers:
+        raise ArgumentError("dedicated shares need a reducer, found none")
+    return [0.0] * len(network.workers) + [rate / sum(network.reducers) for rate in network.reducers]
+
+
+def moved_bytes(network: Network, shares: Sequence[float]) -> list[float]:
+    """Bytes that each process moves with these shares, each way, workers first."""
+    n, k = len(network.workers), network.nbytes
+    return [k * (max(0.0, 1 + (n - 2) * each) if i < n else n * each) for i, each in enumerate(shares)]
+
+
+def shares_seconds(network: Network, shares: Sequence[float]) -> float:
+    """Seconds without latency: the slowest process's bytes over its rate."""
+    moved = moved_bytes(network, shares)
+    return max(each / rate for each, rate in zip(moved, network.rates, strict=False))
+
+
+def reducers_needed(workers: Sequence[float], rate: float) -> int:
+    """How many reducers of that rate the best shares need to reach K / B."""
+    n = len(workers)
+    if n <= 2:  # they move K, or nothing, by themselves
+        return 0
+    return _at_least(((2 * n - 2) * min(workers) - sum(workers)) * n / ((n - 2) * rate))
+
+
+def dedicated_reducers_needed(workers: Sequence[float], rate: float) -> int:
+    """The same of dedicated reducers."""
+    return 0 if len(workers) == 1 else _at_least(len(workers) * min(workers) / rate)
+
+
+def _at_least(value: float) -> int:
+    """The smallest number that is not below `value`, which may be a rounding above a whole one."""
+    return max(0, math.ceil(value * (1 - 1e-12)))
 
 
 def growing(network: Network, counts: Sequence[int]) -> list[list[AlgorithmCost]]:
@@ -198,7 +241,7 @@ def growing(network: Network, counts: Sequence[int]) -> list[list[AlgorithmCost]
     rows = []
     for n in counts:
         now = replace(network, workers=(slowest,) * n)
-        enough = replace(now, reducers=(rate,) * max(1, _native.dedicated_reducers_needed(now.workers, rate)))
+        enough = replace(now, reducers=(rate,) * max(1, dedicated_reducers_needed(now.workers, rate)))
         rows.append([cost(enough if name == "dedicated" else now, name) for name in ALGORITHMS])
     return rows
 
@@ -228,7 +271,7 @@ def cheapest(
     for what, value in (("price_worker", price_worker), ("price_reducer", price_reducer), ("compute_s", compute_s)):
         check_real(what, value, 0)
     rate = network.reducers[0]
-    most = _native.reducers_needed(network.workers, rate)
+    most = reducers_needed(network.workers, rate)
     if most > MOST_REDUCERS:
         raise ArgumentError(f"{most:,} such reducers would be of use; more than {MOST_REDUCERS:,} are not compared")
     priced = []

@@ -20,9 +20,10 @@ import numpy as np
 
 import geartrain._native as _native
 from geartrain.core.arguments import check_real, check_type, shown
+from geartrain.core.extras import require_torch
 from geartrain.core.json_values import read_object
 from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError, MissingDependencyError
+from geartrain.errors import ArgumentError
 from geartrain.replay.fetch import fetch
 from geartrain.selection import Candidates
 from geartrain.store.store import Store
@@ -209,25 +210,19 @@ def _measure_batch_us() -> float:
 
 # Two processes that exchange messages by TCP over loopback; the second argument is the rank.
 _RANK_PAIR = """
-import json, sys, time
+import json, sys
 import numpy as np
 import torch, torch.distributed as dist
 from geartrain.ranks.torch_rank_group import TorchRankGroup
+from geartrain.tools.plan.machine import median_s
 torch.set_num_threads(1)
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 ranks = TorchRankGroup([0, 1], timeout_s=30.0)
 word = np.zeros(8, np.uint8)
-def median(once, n):
-    seconds = []
-    for _ in range(n):
-        began_s = time.perf_counter()
-        once()
-        seconds.append(time.perf_counter() - began_s)
-    return sorted(seconds)[n // 2]
-rounds_s = [median(lambda: ranks.all_gather(word), 200) for _ in range(2)]
+rounds_s = [median_s(lambda: ranks.all_gather(word), 200) for _ in range(2)]
 out, into = np.ones(16 << 20, np.uint8), np.ones(16 << 20, np.uint8)
-both_s = [median(lambda: ranks.exchange([(1 - rank, out)], [(1 - rank, into)]), 8) for _ in range(2)]
+both_s = [median_s(lambda: ranks.exchange([(1 - rank, out)], [(1 - rank, into)]), 8) for _ in range(2)]
 ranks.close()
 dist.destroy_process_group()
 print(json.dumps([min(rounds_s), out.size / min(both_s)]))
@@ -236,12 +231,7 @@ print(json.dumps([min(rounds_s), out.size / min(both_s)]))
 
 def _measure_rounds() -> tuple[float, float]:
     """Microseconds of a round between two ranks, and GB/s each way at the same time."""
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise MissingDependencyError(
-            "measuring messages between ranks needs torch: pip install 'geartrain[torch]'"
-        ) from None
+    require_torch("measuring messages between ranks")
     with tempfile.TemporaryDirectory() as directory:
         started = [
             subprocess.Popen(

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from geartrain.core.extras import require
 from geartrain.core.shared_files import writing
-from geartrain.errors import MissingDependencyError
 from geartrain.tools.plan.machine import DEFAULTS, Constants
 from geartrain.tools.plan.replay import ARMS, Checked, Cluster, Prediction, predict
 
@@ -165,15 +165,10 @@ def _about(cluster: Cluster) -> str:
 
 def rich_console() -> tuple[Any, Any]:
     """rich's console, as wide as lines need where it is a file, and its table."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        raise MissingDependencyError("plans are printed with rich: pip install 'geartrain[cli]'") from None
-    console = Console(emoji=False)
+    console = require("rich.console", "geartrain[cli]", "Printing a plan").Console(emoji=False)
     if not console.is_terminal:
         console.width = 120
-    return console, Table
+    return console, require("rich.table", "geartrain[cli]", "Printing a plan").Table
 
 
 __all__ = ["GEAR_GB_PER_S", "ClusterCase", "known_clusters", "number", "show", "show_checked"]

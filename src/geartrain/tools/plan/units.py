@@ -19,7 +19,7 @@ _PREFIXES = {
     "gi": 2.0**30,
     "ti": 2.0**40,
 }
-_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _RATE = re.compile(rf"({_NUMBER})\s*([kmgt]?i?)(bit|bps|b)(?:/s)?", re.IGNORECASE)
 _BYTES = re.compile(rf"({_NUMBER})\s*([kmgt]?i?)b?", re.IGNORECASE)
 _TIME = re.compile(rf"({_NUMBER})\s*([a-z]+)", re.IGNORECASE)
@@ -70,12 +70,12 @@ def parse_bytes(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds: "0.1ms", "40 ms", "0.2s", "1h"; "0"."""
+    """Seconds: "0.1ms", "40 ms", "0.2s", "10m", "1h", "1d"; "0"."""
     if text.strip() == "0":
         return 0.0
     found = _TIME.fullmatch(text.strip())
     if found is None or found[2].lower() not in _TIMES:
-        raise ArgumentError(f"a time is a number and one of {', '.join(_TIMES)}; found {text!r}")
+        raise ArgumentError(f"a time is a number and one of {', '.join(_TIMES)}, such as 0.1ms or 10m; found {text!r}")
     seconds = float(found[1]) * _TIMES[found[2].lower()]
     if math.isinf(seconds):
         raise ArgumentError(f"a time is finite, found {text!r}")

@@ -1,7 +1,7 @@
 """Reduce-scatter, all-gather, broadcast and steps of FSDP2 on Gloo and on geartrain, in turns: time and bytes.
 
-    python -m geartrain_bench.allreduce.exchanges --ranks 2,4 --mb 16 --rate-mbit 200    # one host a rank
-    python -m geartrain_bench.allreduce.exchanges --ranks 2,4 --mb 16                    # all ranks on one host
+    python -m geartrain_bench.allreduce.other_collectives --ranks 2,4 --mb 16 --rate-mbit 200    # one host a rank
+    python -m geartrain_bench.allreduce.other_collectives --ranks 2,4 --mb 16                    # all ranks on one host
 
 The lower bound is the bytes that a rank must send, at the link's rate: (N-1)/N K of an array of K bytes, K for the root
 of a broadcast; 3(N-1)/N K for a step of FSDP2 with K bytes of parameters, which are gathered for the forward and for
@@ -144,7 +144,7 @@ def measure(size: int, mb: float, rate_mbit: float | None, rounds: int, chosen: 
     """Prints a table of one number of ranks."""
     nbytes = int(mb * 2**20)
     with Hosts(size if rate_mbit else 1, rate_mbit=rate_mbit) as hosts:
-        common = [sys.executable, "-m", "geartrain_bench.allreduce.exchanges", "--place", hosts.address(0)]
+        common = [sys.executable, "-m", "geartrain_bench.allreduce.other_collectives", "--place", hosts.address(0)]
         common += ["--of", str(size), "--mb", str(mb), "--rounds", str(rounds), "--operations", chosen]
         ranks = [
             hosts.popen(
