@@ -122,9 +122,10 @@ def test_an_insert_that_still_waits_when_it_is_sent_again_is_made_once(monkeypat
     inserting = threading.Thread(target=world.insert)
     inserting.start()
     until(lambda: world.store.limiter.state().insert_wait_s > 0)
-    for sendings in (3, 4):  # with the first insert
+    for sendings in (3, 4, 5):  # with the first insert
         world.learner.hang_up("host")
         until(lambda sendings=sendings: len(began) == sendings)
+    until(lambda: world.learner.server.scheduler._aside == 2)  # the first sending and the last, which waits for it
     assert len(set(began)) == 2 and world.numbers() == list(range(N))
     world.store.limiter.off()
     inserting.join(patience(20))
