@@ -53,7 +53,7 @@ class Relay:
     def hang(self) -> None:
         """Ends all connections. Later ones get no answer, like those to a host that lost its network."""
         self.close()
-        self._silent = socket.create_server(("127.0.0.1", self._port))
+        self._listener = socket.create_server(("127.0.0.1", self._port))
 
     def release(self) -> None:
         """Lets requests arrive whose connection was cut with "late"."""
