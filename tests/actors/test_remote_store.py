@@ -289,7 +289,6 @@ def test_rows_of_a_killed_host_are_kept_as_far_as_published_and_given_back_other
     until_s = time.monotonic() + patience(20)
     while world.store.stats()["writing"] or world.store.stats()["open"]:
         assert time.monotonic() < until_s, world.store.stats()
-        gc.collect()
         time.sleep(0.01)
     assert len(world.store) >= 6 and world.store.audit() == []
 

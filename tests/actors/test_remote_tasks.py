@@ -859,6 +859,28 @@ def test_who_finds_no_room_waits_and_holds_up_nobody(what: str) -> None:
     made.close()
 
 
+@pytest.mark.parametrize("way", ["claim", "claim_async"])
+def test_a_claim_outlasts_several_losses_of_its_peer_and_waits_no_longer_than_asked(
+    monkeypatch: pytest.MonkeyPatch, world: World, way: str
+) -> None:
+    remote = world.remote()
+    remote._calls.timeout_s = 0.3
+    grpo.insert(remote, range(1))
+    claim, waits = PeerCalls.claim, []
+
+    def losing(self: PeerCalls, *args: Any) -> Any:
+        waits.append(args[-1])
+        if len(waits) < 4:
+            time.sleep(0.2)
+            raise PeerLostError("the connection of the client is lost")
+        return claim(self, *args)
+
+    monkeypatch.setattr(PeerCalls, "claim", losing)
+    found = getattr(remote, way)("answer", timeout_s=20)
+    assert len(asyncio.run(found) if way == "claim_async" else found) == 1
+    assert waits[3] < waits[0] - 0.5
+
+
 # --- hostile peers ------------------------------------------------------------------------------------------------
 
 

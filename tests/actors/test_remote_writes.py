@@ -122,9 +122,10 @@ def test_an_insert_that_still_waits_when_it_is_sent_again_is_made_once(monkeypat
     inserting = threading.Thread(target=world.insert)
     inserting.start()
     until(lambda: world.store.limiter.state().insert_wait_s > 0)
-    for sendings in (3, 4):  # with the first insert
+    for sendings in (3, 4, 5):  # with the first insert
         world.learner.hang_up("host")
         until(lambda sendings=sendings: len(began) == sendings)
+    until(lambda: world.learner.server.scheduler._aside == 2)  # the first sending and the last, which waits for it
     assert len(set(began)) == 2 and world.numbers() == list(range(N))
     world.store.limiter.off()
     inserting.join(patience(20))
@@ -215,7 +216,9 @@ def test_after_another_server_began_an_insert_that_may_have_run_is_not_made_agai
 
 
 @pytest.mark.parametrize("kind", ["rows", "axes"])
-def test_an_insert_whose_peer_does_not_come_back_says_that_its_end_is_unknown(kind: str) -> None:
+def test_an_insert_whose_peer_does_not_come_back_says_that_its_end_is_unknown(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     world = World(kind, timeout_s=1)
     world.insert()
     world.relay.cut_next("before the reply", stays=True)
@@ -226,6 +229,32 @@ def test_an_insert_whose_peer_does_not_come_back_says_that_its_end_is_unknown(ki
     with pytest.raises(PeerUnreachableError):  # this one was not sent
         world.insert()
     assert len(world.store) == 2 * N
+    (said,) = caplog.messages  # once an outage
+    assert "'learner' is lost" in said and "'replay'" in said and "for up to 1 s" in said
+    world.close()
+
+
+def test_calls_of_many_threads_end_together_if_the_peer_answers_nothing() -> None:
+    world = World("rows", timeout_s=1)
+    keys = world.insert()
+    world.relay.close()
+    with pytest.raises(PeerLostError):
+        world.remote.delete(keys)
+    world.relay.hang()
+    lost = []
+
+    def delete() -> None:
+        with pytest.raises((PeerLostError, WaitTimeoutError)):
+            world.remote.delete(keys)
+        lost.append(time.monotonic())
+
+    threads = [threading.Thread(target=delete) for _ in range(12)]
+    began_s = time.monotonic()
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(patience(30))
+    assert len(lost) == 12 and max(lost) - began_s < 6  # and not one after the other
     world.close()
 
 

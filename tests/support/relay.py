@@ -50,6 +50,11 @@ class Relay:
         """Accepts connections again."""
         self._listen()
 
+    def hang(self) -> None:
+        """Ends all connections. Later ones get no answer, like those to a host that lost its network."""
+        self.close()
+        self._listener = socket.create_server(("127.0.0.1", self._port))
+
     def release(self) -> None:
         """Lets requests arrive whose connection was cut with "late"."""
         for server, held in self._late:

@@ -1,5 +1,7 @@
 // Messages of many peers in one inbox (inbox.h), and calls that wait for their answers (pending_calls.h).
 
+#include <ctime>
+
 #include "tests/support/check.h"
 #include "tests/transport/peers.h"
 #include "transport/rpc/inbox.h"
@@ -113,6 +115,38 @@ TEST(a_connection_whose_messages_are_all_taken_is_not_read_before_more_has_come)
       sender.join();
     }
     pair.one->close();
+    CHECK(inbox.receive(&event, soon()));
+    CHECK(event.lost);
+  }
+}
+
+// A slow handler has the last message, and another thread waits for the other peers'.
+TEST(what_a_peer_sends_before_its_last_message_is_handled_does_not_keep_the_inbox_awake) {
+  const auto used_s = [] {
+    struct timespec used{};
+    ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);
+    return static_cast<double>(used.tv_sec) + static_cast<double>(used.tv_nsec) * 1e-9;
+  };
+  for (const char* transport : transports()) {
+    Pair pair = connected(transport);
+    Inbox inbox;
+    inbox.add(1, pair.other);
+    Inbox::Event event;
+    Payload(0, 50, {9}).send(*pair.one, 0, soon());
+    CHECK(inbox.receive(&event, soon()));
+    for (uint64_t n = 1; n < 3; ++n) {
+      Payload(n, 50, {9}).send(*pair.one, n, soon());
+      if (n == 2) pair.one->close();
+      const double before_s = used_s();
+      CHECK(!inbox.receive(&event, Deadline::after(0.2)));
+      CHECK(used_s() - before_s < 0.05);
+    }
+    for (uint64_t n = 1; n < 3; ++n) {
+      inbox.resume(1);
+      CHECK(inbox.receive(&event, soon()));
+      CHECK_EQ(event.message.tag, n);
+    }
+    inbox.resume(1);
     CHECK(inbox.receive(&event, soon()));
     CHECK(event.lost);
   }

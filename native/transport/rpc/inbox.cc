@@ -12,6 +12,13 @@ namespace {
 constexpr uint64_t kBell = ~uint64_t{0};
 constexpr uint64_t kDormantAfterNs = 50'000'000;
 
+struct epoll_event interest(uint64_t id, bool watched_only, bool edge) {
+  struct epoll_event event{};
+  event.events = EPOLLRDHUP | (watched_only ? 0u : EPOLLIN) | (edge ? EPOLLET : 0u);
+  event.data.u64 = id;
+  return event;
+}
+
 }  // namespace
 
 Inbox::Inbox(double spin_us, uint32_t at_once)
@@ -35,15 +42,13 @@ void Inbox::watch(uint64_t id, std::shared_ptr<Connection> connection) {
 void Inbox::insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only, bool trusted) {
   life_.check_process();
   std::lock_guard lock(mutex_);
-  if (id == kBell || !entries_.try_emplace(id, Entry{connection, watched_only, trusted, false, false}).second) {
+  if (id == kBell || !entries_.try_emplace(id, Entry{connection, watched_only, trusted, false, false, false}).second) {
     fail(ErrorKind::argument, "the inbox has a connection number ", id, " already");
   }
   std::vector<Connection::Wake> wakes = {{connection->end_descriptor(), false}};
   if (!watched_only) wakes = connection->wakes();
   for (const Connection::Wake& wake : wakes) {
-    struct epoll_event event{};
-    event.events = EPOLLRDHUP | (watched_only ? 0u : EPOLLIN) | (wake.edge ? EPOLLET : 0u);
-    event.data.u64 = id;
+    struct epoll_event event = interest(id, watched_only, wake.edge);
     if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake.fd, &event) != 0) {
       const int error = errno;
       entries_.erase(id);
@@ -73,6 +78,7 @@ void Inbox::resume(uint64_t id) {
   const auto found = entries_.find(id);
   if (found == entries_.end() || !found->second.paused) return;
   found->second.paused = false;
+  if (found->second.muted) listen(id, found->second, false);
   if (found->second.connection->drained()) return;  // the epoll reports what comes: no read in vain
   mark_ready(id);
   if (sleeping_) wake_leader();  // it did not ask this one to wake it
@@ -277,8 +283,26 @@ void Inbox::sleep(Deadline deadline) {
   std::lock_guard lock(mutex_);
   sleeping_ = false;
   for (int i = 0; i < n; ++i) {
-    if (events[i].data.u64 != kBell) mark_ready(events[i].data.u64);
+    const uint64_t id = events[i].data.u64;
+    const auto found = entries_.find(id);  // none of the bell
+    if (found == entries_.end()) continue;
+    if (found->second.paused) {
+      if (!found->second.muted) listen(id, found->second, true);
+    } else {
+      mark_ready(id);
+    }
   }
+}
+
+// A paused connection is not read, so what has come would end every sleep until resume(): those of a thread that waits
+// while another one has the last message for long. So it is muted. A change of interest reports what is there anew.
+void Inbox::listen(uint64_t id, Entry& entry, bool muted) {
+  for (const Connection::Wake& wake : entry.connection->wakes()) {
+    if (wake.edge) continue;
+    struct epoll_event event = interest(id, false, muted);
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, wake.fd, &event);
+  }
+  entry.muted = muted;
 }
 
 }  // namespace geartrain

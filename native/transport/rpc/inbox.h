@@ -60,7 +60,9 @@ class Inbox {
     bool watched_only, trusted;
     bool queued;  // in ready_
     bool paused;  // until resume()
+    bool muted;   // meanwhile the epoll reports each event of it once
   };
+  void listen(uint64_t id, Entry& entry, bool muted);
   void insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only, bool trusted);
   struct Away {
     std::thread::id thread;

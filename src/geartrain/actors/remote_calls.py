@@ -1,12 +1,14 @@
 """Client side of a remote store's connection: calls that are sent again, and writes that take effect once.
 
 A call that loses its connection is sent again once the peer serves the store again, within the store's `timeout_s`.
+The log has one warning for each outage.
 `served_writes.py` is the server's side, and says how a write takes effect once however often it is sent.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
@@ -17,8 +19,10 @@ from geartrain.errors import ArgumentError, PeerLostError, PeerUnreachableError,
 from geartrain.rpc.node import Node
 from geartrain.rpc.remote_objects import Remote
 
+_log = logging.getLogger(__name__)
+
 #: Longest pause between two attempts to reach a peer again.
-MOST_PAUSE_S = 1.0
+_MOST_PAUSE_S = 1.0
 #: Errors of a peer that has not run the call: it serves the store no more, does not know the handle, or has ended it.
 _REFUSED = ("LookupError", "ObjectGoneError", "PeerLostError")
 #: Of a write whose outcome nobody knows.
@@ -52,19 +56,26 @@ class RemoteCalls:
         self.remote: Remote | None = None
         self._outcomes = 0  # id of those that the peer remembers
         self.journaled = False
+        self._told = False  # of the outage, in the log
 
     def opened(self, within_s: float) -> tuple[Remote, int]:
         """The peer's handle of this connection, and the id of the outcomes of writes that the peer remembers."""
-        with self._opening:
+        until_s = time.monotonic() + within_s
+        if not self._opening.acquire(timeout=within_s):
+            raise WaitTimeoutError(f"{self.peer!r} did not answer another call within {within_s:.3g} s")
+        try:
             if self.remote is None:
+                left_s = max(0.0, until_s - time.monotonic())
                 number, self._outcomes, store_id, self.journaled = self.node.call(
-                    self.peer, "geartrain.store.open", self.name, self._client, timeout_s=within_s
+                    self.peer, "geartrain.store.open", self.name, self._client, timeout_s=left_s
                 )
                 remote = Remote(self.node, self.peer, number)
                 if store_id != self.store_id:
                     self.move(remote, store_id, within_s)
-                self.remote = remote
+                self.remote, self._told = remote, False
             return self.remote, self._outcomes
+        finally:
+            self._opening.release()
 
     def move(self, remote: Remote, store_id: int, within_s: float) -> None:
         """The peer serves another store than before."""
@@ -76,25 +87,20 @@ class RemoteCalls:
             )
         self.store_id = store_id
 
-    def lost_since(self, error: Exception, remote: Remote | None, lost_s: float | None) -> float | None:
-        """When the peer was lost, if a call that failed is to be sent again; None if it is not.
+    def lost(self, remote: Remote | None, error: Exception, left_s: float) -> None:
+        """A call has lost the peer and is sent again. The first one of an outage logs a warning.
 
         Args:
+            remote: the handle that it was sent to; None: it was not sent.
             error: of the call.
-            remote: that it was sent to; None: it was not sent.
-            lost_s: when the peer was lost, if a call before lost it already.
+            left_s: how long the call still tries, in seconds.
         """
-        gone = isinstance(error, PeerLostError)
-        # The peer does not serve the store yet.
-        restarting = remote is None and lost_s is not None and isinstance(error, LookupError)
-        now_s = time.monotonic()
-        lost_s = now_s if lost_s is None else lost_s
-        if not (gone or restarting) or now_s - lost_s >= self.timeout_s:
-            return None
         with self.lock:
             if self.remote is remote:
                 self.remote = None
-        return lost_s
+            tells, self._told = not (self._told or isinstance(error, RemoteError)), True
+        if tells:
+            _log.warning("%s. Calls of its store %r are sent again for up to %.3g s", error, self.name, left_s)
 
     def ask(self, what: str, given: Callable[[], tuple[Any, ...]], *, wait_s: float = 0.0) -> Any:
         """The peer's answer to a call that changes nothing, or the same however often it is made.
@@ -132,13 +138,12 @@ class RemoteCalls:
     def _send(
         self, what: str, given: Callable[[bool], tuple[Any, ...]], wait_s: float, write: str | None, elsewhere: bool
     ) -> Any:
-        lost_s: float | None = None
+        sendings = Sendings(self, wait_s)
         ran: int | None = None  # the outcomes that it is in, if it has run
-        pause_s = 0.01
         while True:
             remote, outcomes = None, 0
             try:
-                remote, outcomes = self.opened(self.timeout_s)
+                remote, outcomes = self.opened(sendings.connect_s)
                 if write is None or elsewhere or ran in (None, outcomes):
                     return remote.call(what, *given(ran is not None), timeout_s=min(wait_s + self.timeout_s, 1e9))
             except (PeerLostError, LookupError, WaitTimeoutError) as error:
@@ -146,17 +151,59 @@ class RemoteCalls:
                     raise  # of the call itself
                 if remote is not None and not isinstance(error, PeerUnreachableError | RemoteError):
                     ran = outcomes if ran is None else ran
-                lost_s = self.lost_since(error, remote, lost_s)
-                if lost_s is None:
+                pause_s = sendings.again_in(error, remote)
+                if pause_s is None:
                     if write is None or ran is None:
                         raise
-                    kind = PeerLostError if remote is None or isinstance(error, PeerLostError) else WaitTimeoutError
+                    late = remote is not None and isinstance(error, WaitTimeoutError)
+                    kind = WaitTimeoutError if late else PeerLostError
                     raise kind(f"{error}. {_UNKNOWN.format(_WORDS.get(write, write))}") from None
             else:
                 why = f"{self.peer!r} was lost, and another server has taken its place"
                 raise PeerLostError(f"{why}. {_UNKNOWN.format(_WORDS.get(write, write))}")
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
 
-__all__ = ["MOST_PAUSE_S", "RemoteCalls"]
+class Sendings:
+    """The sendings of one call: again whenever the peer is lost, for up to the store's `timeout_s` each time.
+
+    Args:
+        calls: of the store.
+        wait_s: how long the peer may wait before it replies, in seconds.
+    """
+
+    def __init__(self, calls: RemoteCalls, wait_s: float) -> None:
+        self._calls = calls
+        self._late_s = time.monotonic() + wait_s + calls.timeout_s  # a loss after that gives no more time
+        self._lost_s: float | None = None
+        self._pause_s = 0.01
+
+    @property
+    def connect_s(self) -> float:
+        """How long the next sending may take to connect, in seconds."""
+        most_s = self._calls.timeout_s
+        return most_s if self._lost_s is None else max(_MOST_PAUSE_S, self._lost_s + most_s - time.monotonic())
+
+    def again_in(self, error: Exception, remote: Remote | None) -> float | None:
+        """Seconds until the call is to be sent again; None: its error is final.
+
+        Args:
+            error: of the last sending.
+            remote: that it was sent to; None: it was not sent.
+        """
+        # The peer does not serve the store yet.
+        restarting = remote is None and self._lost_s is not None and isinstance(error, LookupError)
+        if not (isinstance(error, PeerLostError) or restarting):
+            return None
+        now_s = time.monotonic()
+        if self._lost_s is None or (remote is not None and now_s < self._late_s):
+            self._lost_s = now_s
+        left_s = self._lost_s + self._calls.timeout_s - now_s
+        if left_s <= 0:
+            return None
+        self._calls.lost(remote, error, left_s)
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _MOST_PAUSE_S)
+        return pause_s
+
+
+__all__ = ["RemoteCalls", "Sendings"]

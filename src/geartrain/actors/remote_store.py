@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -312,8 +313,12 @@ class RemoteStore(
         Args:
             n, sources, table, of_rows, threads, timeout_s, durable: as there.
         """
-        given = n, list(sources), table, *of_rows, timeout_s, durable
-        found: tuple[Any, Any] | int = self._calls.write("insert_packed", lambda again: given, wait_s=timeout_s)
+        values, until_s = (n, list(sources), table, *of_rows), time.monotonic() + timeout_s
+
+        def given(again: bool) -> tuple[Any, ...]:
+            return *values, max(0.0, until_s - time.monotonic()) if again else timeout_s, durable
+
+        found: tuple[Any, Any] | int = self._calls.write("insert_packed", given, wait_s=timeout_s)
         return found if isinstance(found, int) else Keys.of_rows(*found, self.id)
 
     def _claim_rows(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Found:

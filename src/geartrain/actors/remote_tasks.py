@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.actors.remote_calls import MOST_PAUSE_S, RemoteCalls
+from geartrain.actors.remote_calls import RemoteCalls, Sendings
 from geartrain.actors.served_tasks import ASKED, DONE, NO_CLAIM, PackedReply
 from geartrain.core.keys import Keys
 from geartrain.core.tasks import RowPlan
@@ -44,6 +44,11 @@ class _Held:
     appends: int
     inserted_at_ns: int  # its row: tells it from another that has its key in a store that was loaded
     claim: int  # its number at the peer
+
+
+def _ask_s(until_s: float) -> float:
+    """How long the peer may wait for due rows now, in seconds."""
+    return max(0.0, min(until_s - time.monotonic(), _ASK_S))
 
 
 class RemoteValues:
@@ -155,35 +160,36 @@ class RemoteRows(RemoteCalls):
         """None: the peer's store has no journal, as of the last connection."""
         return {} if self.journaled else None
 
-    def _ask(self, what: str, *args: Any, wait_s: float = 0.0) -> Any:
-        return self.ask(what, lambda: args, wait_s=wait_s)
+    def _ask(self, what: str, *args: Any) -> Any:
+        return self.ask(what, lambda: args)
 
-    async def _ask_async(self, what: str, *args: Any, wait_s: float) -> Any:
-        lost_s: float | None = None
-        pause_s = 0.01
+    async def _ask_async(self, what: str, given: Callable[[], tuple[Any, ...]], wait_s: float) -> Any:
+        sendings = Sendings(self, wait_s)
         while True:
             remote = self.remote
             try:
                 if remote is None:
-                    remote = (await asyncio.to_thread(self.opened, self.timeout_s))[0]
-                return await remote.call_async(what, *args, timeout_s=min(wait_s + self.timeout_s, 1e9))
+                    remote = (await asyncio.to_thread(self.opened, sendings.connect_s))[0]
+                return await remote.call_async(what, *given(), timeout_s=min(wait_s + self.timeout_s, 1e9))
             except (PeerLostError, LookupError) as error:
-                lost_s = self.lost_since(error, remote, lost_s)
-                if lost_s is None:
+                pause_s = sendings.again_in(error, remote)
+                if pause_s is None:
                     raise
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
     # --- claims ---------------------------------------------------------------------------------------------
 
     def claim(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Any:
         """As `claim_rows` of the native store, with the values of fields: (found, (fields, values) or None)."""
         until_s = time.monotonic() + timeout_s
+
+        def given(request: int) -> tuple[Any, ...]:
+            return request, *asked, later, list(fields), _ask_s(until_s)
+
         while True:
-            wait_s = max(0.0, min(until_s - time.monotonic(), _ASK_S))
-            request = next(self._requests)
+            request, wait_s = next(self._requests), _ask_s(until_s)
             try:
-                reply = self._ask("claim", request, *asked, later, list(fields), wait_s, wait_s=wait_s)
+                reply = self.ask("claim", partial(given, request), wait_s=wait_s)
             except BaseException:
                 self._give_back(request)
                 raise
@@ -193,11 +199,14 @@ class RemoteRows(RemoteCalls):
     async def claim_async(self, asked: Asked, timeout_s: float, later: bool, fields: Sequence[str]) -> Any:
         """The same without blocking the event loop."""
         until_s = time.monotonic() + timeout_s
+
+        def given(request: int) -> tuple[Any, ...]:
+            return request, *asked, later, list(fields), _ask_s(until_s)
+
         while True:
-            wait_s = max(0.0, min(until_s - time.monotonic(), _ASK_S))
-            request = next(self._requests)
+            request, wait_s = next(self._requests), _ask_s(until_s)
             try:
-                reply = await self._ask_async("claim", request, *asked, later, list(fields), wait_s, wait_s=wait_s)
+                reply = await self._ask_async("claim", partial(given, request), wait_s=wait_s)
             except BaseException:
                 self._give_back(request)
                 raise
@@ -281,7 +290,7 @@ class RemoteRows(RemoteCalls):
     def write_rows(self, *given: Any) -> NDArray[np.uint8]:
         """As of the native store. A write that was sent again takes effect once."""
         *written, _threads, timeout_s, durable = given
-        write, store_id = RowWrite(*written), self.store_id
+        write, store_id, until_s = RowWrite(*written), self.store_id, time.monotonic() + timeout_s
         rows = write.task, write.rows, write.generations
         its = [] if write.claims is None else self._known(*rows, write.claims)[0]
 
@@ -298,7 +307,8 @@ class RemoteRows(RemoteCalls):
                 with self.lock:
                     held = self._held.get(its[0])
                 known = 0 if held is None else held.appends
-            return again, tuple(write._replace(claims=own)), versions, known, timeout_s, durable
+            left_s = max(0.0, until_s - time.monotonic()) if again else timeout_s
+            return again, tuple(write._replace(claims=own)), versions, known, left_s, durable
 
         reply = self.write("write", given_now, wait_s=timeout_s, elsewhere=True)
         wrote: NDArray[np.uint8] = np.array(reply)

@@ -76,8 +76,9 @@ class PeerCalls(PeerWrites):
     def end(self) -> None:
         """The connection is lost: its rows are due again, and no death is counted against them."""
         with self._lock:
-            super().end()
+            self.ended = True
             held, self._held = self._held, {}
+        super().end()
         for task in {task for task, _ in held}:
             rows = [(row, *its[:2]) for (of, row), its in held.items() if of == task]
             self._release(task, rows)
@@ -296,7 +297,7 @@ class PeerCalls(PeerWrites):
         )
         if how != APPEND:
             self._may_wait_for_disk(durable)
-        turn = self.outcomes.begin(call)
+        turn = self.outcomes.begin(call, lambda: self.ended)
         try:
             wrote: NDArray[np.uint8] | None = turn.outcome
             if wrote is None or (again and not (wrote == DONE).all()):

@@ -85,15 +85,21 @@ class Outcomes:
 
     def __init__(self) -> None:
         self.id = int.from_bytes(os.urandom(7), "little")
-        self._lock = threading.Lock()
+        # The garbage collector may end a connection within a call of a later one.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._turns: dict[int, Turn] = {}  # by slot
 
-    def begin(self, call: CallNumber) -> Turn:
+    def begin(self, call: CallNumber, lost: Callable[[], bool]) -> Turn:
         """Begins a sending of a write: until `end` no other sending of it runs.
+
+        Args:
+            call: the write's slot and number.
+            lost: whether the connection of this sending is lost, and nobody waits for it. `wake` looks again.
 
         Raises:
             MessageError: the client has sent a later write in that slot, so nobody waits for this one.
+            PeerLostError: the connection was lost while another sending ran.
         """
         if not isinstance(call, tuple) or len(call) != 2 or not all(type(each) is int for each in call):
             raise MessageError("a write has a slot and a number")
@@ -112,9 +118,16 @@ class Outcomes:
             turn.waits = True
         about_to_wait()
         with self._lock:
-            self._changed.wait_for(lambda: not turn.runs)
+            self._changed.wait_for(lambda: not turn.runs or lost())
+            if turn.runs:
+                raise PeerLostError("the connection of the client is lost")
             turn.runs = True
         return turn
+
+    def wake(self) -> None:
+        """A connection is lost."""
+        with self._lock:
+            self._changed.notify_all()
 
     def end(self, turn: Turn) -> None:
         """Ends what `begin` began."""
@@ -234,6 +247,7 @@ class PeerWrites:
     def end(self) -> None:
         """The connection is lost."""
         self.ended = True
+        self.outcomes.wake()
         self.served.left(self._client, self.outcomes)
 
     def once(self, call: CallNumber, run: Callable[[], T]) -> T:
@@ -243,7 +257,7 @@ class PeerWrites:
             call: its slot and number.
             run: does it. A `PeerLostError` says that it did nothing and is to be done if it comes again.
         """
-        turn = self.outcomes.begin(call)
+        turn = self.outcomes.begin(call, lambda: self.ended)
         try:
             if turn.outcome is None:
                 turn.outcome = run(), None
