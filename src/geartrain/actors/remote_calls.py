@@ -11,9 +11,17 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from geartrain.errors import ArgumentError, PeerLostError, PeerUnreachableError, RemoteError, WaitTimeoutError
+from geartrain.errors import (
+    ArgumentError,
+    GeartrainError,
+    PeerLostError,
+    PeerUnreachableError,
+    RemoteError,
+    WaitTimeoutError,
+)
 from geartrain.rpc.node import Node
 from geartrain.rpc.remote_objects import Remote
 
@@ -96,6 +104,23 @@ class RemoteCalls:
                 self.remote = None
         return lost_s
 
+    def is_stale(self, error: Exception, remote: Remote | None) -> bool:
+        """Whether a call failed because its handle's store is not served any more.
+
+        Drops the handle, so that the peer releases its claims. The next call opens another one.
+
+        Args:
+            error, remote: as for `lost_since`.
+        """
+        if remote is None or not isinstance(error, RemoteError) or error.remote_type != "LookupError":
+            return False
+        with self.lock:
+            if self.remote is remote:
+                self.remote = None
+        with suppress(GeartrainError):
+            remote.close()
+        return True
+
     def ask(self, what: str, given: Callable[[], tuple[Any, ...]], *, wait_s: float = 0.0) -> Any:
         """The peer's answer to a call that changes nothing, or the same however often it is made.
 
@@ -144,6 +169,8 @@ class RemoteCalls:
             except (PeerLostError, LookupError, WaitTimeoutError) as error:
                 if isinstance(error, RemoteError) and error.remote_type not in _REFUSED:
                     raise  # of the call itself
+                if self.is_stale(error, remote):
+                    continue
                 if remote is not None and not isinstance(error, PeerUnreachableError | RemoteError):
                     ran = outcomes if ran is None else ran
                 lost_s = self.lost_since(error, remote, lost_s)

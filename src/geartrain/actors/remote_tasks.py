@@ -168,6 +168,8 @@ class RemoteRows(RemoteCalls):
                     remote = (await asyncio.to_thread(self.opened, self.timeout_s))[0]
                 return await remote.call_async(what, *args, timeout_s=min(wait_s + self.timeout_s, 1e9))
             except (PeerLostError, LookupError) as error:
+                if await asyncio.to_thread(self.is_stale, error, remote):
+                    continue
                 lost_s = self.lost_since(error, remote, lost_s)
                 if lost_s is None:
                     raise
