@@ -433,3 +433,21 @@ def test_a_signals_handler_may_close_a_server_before_any_line_of_its_close(world
         lines_of_a_close(line)
     with StoreServer(world.learner, world.store, "rows"), pytest.raises(ArgumentError, match="serves a store 'rows'"):
         StoreServer(world.learner, world.store, "rows")
+
+
+def test_writes_go_to_the_store_that_is_served_under_the_name_now(world: World) -> None:
+    """The store may be served anew over a connection that lasts."""
+    first = world.remote.insert(rows(1))
+    world.server.close()
+    with pytest.raises(LookupError, match="serves no store"):
+        world.remote.insert(rows(1))
+    StoreServer(world.learner, world.store, "replay").close()
+    with gt.Store.create(FIELDS, max_length=6, capacity=64) as other:
+        server = StoreServer(world.learner, world.store, "replay")
+        keys = world.remote.insert(rows(1))
+        assert keys.store == first.store and len(world.store) == 2
+        assert world.remote.delete(keys) == 0
+        server.close()
+        StoreServer(world.learner, other, "replay")
+        keys = world.remote.insert(rows(1))
+        assert keys == other.keys() and keys.store == other.id == world.remote.id

@@ -309,3 +309,12 @@ def test_what_a_forked_child_opens_is_not_closed_with_the_parents_clients(server
         assert os.waitpid(child, 0)[1] == 0
         silent.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert b" 200 OK" in heard(silent)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_the_url_leads_to_the_metrics(figures: Figures, host: str) -> None:
+    if host == "::1" and not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("this host has no IPv6")
+    with MetricsServer(figures.read, host, 0) as server:
+        with urllib.request.urlopen(server.url, timeout=patience(20)) as got:
+            assert b"some_gauge" in got.read()

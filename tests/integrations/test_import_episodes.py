@@ -285,6 +285,15 @@ def test_each_format_tells_what_it_knows_of_episodes(name: str, tmp_path: Path) 
         ]
 
 
+def test_figures_are_those_of_their_episodes_where_a_file_has_them_in_another_order(tmp_path: Path) -> None:
+    root, _ = make_lerobot(tmp_path)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = root / "data/chunk-000/file-000.parquet"
+    table = parquet.read_table(file)
+    parquet.write_table(table.take(np.argsort(-table.column("episode_index").to_numpy(), kind="stable")), file)
+    assert [about["return"] for about in open_source(root).metadata()] == RETURNS
+
+
 DAMAGED = {
     "minari arrow": ("toy/small-v0/data/[12345]/*.arrow", 0),
     "lerobot": ("data/*/file-000.parquet", 4),

@@ -223,10 +223,10 @@ def test_batches_of_a_replay_are_pytrees_over_its_memory(store_name: Callable[[]
             assert arrays["z"].dtype == bool
             total = jax.jit(lambda tree: jax.tree.map(jnp.sum, tree))(arrays)
             assert int(total["obs"]["b"]["c"]) == 20
-    both = {"obs": gt.Field((), "int8"), "obs.a": gt.Field((), "int8")}
+    both = {"obs.a": gt.Field((), "int8"), "obs.a.b": gt.Field((), "int8")}
     with gt.Store.create(store_name(), both, max_length=1, capacity=1) as store:
-        store.insert({"obs": np.ones((1, 1), "i1"), "obs.a": np.ones((1, 1), "i1")})
-        with pytest.raises(ArgumentError, match="would be nested in the field"):
+        store.insert({"obs.a": np.ones((1, 1), "i1"), "obs.a.b": np.ones((1, 1), "i1")})
+        with pytest.raises(ArgumentError, match=r"'obs\.a\.b' would be nested in the field 'obs\.a'"):
             as_jax(gt.fetch(store, store.keys(), output="numpy"), nested=True)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
+import time
 import weakref
 
+import pytest
 from deadlines import patience
 
 from geartrain.integrations.lerobot.prefetch import BatchPrefetch
@@ -77,3 +80,42 @@ def test_a_reader_that_waits_is_told_of_the_end():
     assert not closing.is_alive()
     thread.join(patience(20))
     assert not thread.is_alive()
+
+
+def test_close_waits_for_the_batch_that_is_made_and_for_none_behind_it():
+    began, ends, made = threading.Semaphore(0), threading.Event(), []
+
+    def sample() -> None:
+        began.release()
+        assert ends.wait(patience(20))
+        made.append(1)
+
+    iterator = BatchPrefetch(sample, 4)
+    reader = threading.Thread(target=next, args=(iterator, None))  # has asked for the batch that is made
+    reader.start()
+    assert began.acquire(timeout=patience(20))
+    threading.Timer(0.2, ends.set).start()
+    began_s = time.monotonic()
+    iterator.close()
+    assert made == [1]
+    assert time.monotonic() - began_s < 4
+    reader.join(patience(20))
+
+
+def test_a_wait_that_is_interrupted_loses_no_batch():
+    numbers, more = itertools.count(), threading.Event()
+
+    def sample() -> int:
+        assert more.wait(patience(20))
+        return next(numbers)
+
+    def interrupt() -> None:
+        if not more.is_set():
+            more.set()
+            raise KeyboardInterrupt
+
+    iterator = BatchPrefetch(sample, 2, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+    iterator.close()

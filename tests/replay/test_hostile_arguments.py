@@ -10,12 +10,16 @@ import contextlib
 import inspect
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import patience
 from hostile.values import flag, number, whole
 from replay_calls import replay_of
 
@@ -317,6 +321,40 @@ def test_a_state_of_a_replay_that_drew_other_batches_is_refused(store: gt.Store,
                 del state[what]
         replay.load_state_dict(state)
         assert replay.step == 1
+
+
+def test_a_strategys_description_is_equal_in_every_process() -> None:
+    """Texts have other hashes there, and objects and functions other addresses."""
+    program = """if True:
+        from dataclasses import dataclass
+        from typing import Any
+        import numpy as np
+        from geartrain.replay.state import describe_strategy
+
+        class Model:
+            pass
+
+        @dataclass
+        class Mine:
+            settings: Any
+
+        kinds = {"b", "a", "c", "d"}
+        print(describe_strategy(Mine([kinds, {"at": lambda row: row}, Model(), np.random.default_rng(1)])))
+        print(describe_strategy(Mine((np.float32(0.5), {"k": np.int64(3)}, np.arange(2000), np.arange(9), Model))))
+    """
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=patience(60),
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert said[0] == said[1]
+    assert "0x" not in said[0] and "float32" not in said[0] and "int64" not in said[0] and "7, 8" in said[0]
 
 
 def test_a_state_of_the_same_stores_in_another_order_is_refused(store: gt.Store, store_name: Callable[[], str]) -> None:

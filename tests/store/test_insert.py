@@ -112,6 +112,8 @@ def test_tensors_are_taken(store):
         ({"x": None}, SchemaError, "field 'x' takes an array of all rows, found None"),
         ({"x": "text"}, SchemaError, "'x' holds float32, found 'text', which is no number.*Text"),
         ({"x": [[[None]]]}, SchemaError, "'x' holds float32, found None, which is no number"),
+        ({"x": [[[1, 2**64]]]}, SchemaError, f"'x' holds float32, found {2**64}, which is beyond 64 bits"),
+        ({"x": np.ones((1, 4, 2), object)}, SchemaError, r"array of objects: .*astype\('float32'\)"),
         ({"a": np.ones((3, 4), np.uint64)}, SchemaError, "holds int64, found uint64"),
         ({"x": np.ones((3, 4, 3), np.float32)}, SchemaError, r"field 'x' takes \(n, t <= 4, 2\)"),
         ({"x": np.ones((3, 5, 2), np.float32)}, SchemaError, r"found shape \(3, 5, 2\)"),

@@ -123,6 +123,36 @@ def test_a_power_cut_at_any_operation_leaves_no_row_torn_twice_or_lost(
 
 
 @Kind
+def test_a_power_cut_after_a_killed_writer_was_followed_by_another(tmp_path: Path, kind: type[Journaled]) -> None:
+    """What the killed writer had written is in memory alone until the next one flushes it."""
+    journaled = kind(tmp_path / "journal", segment_bytes=1 << 20)
+    path, image_path = journaled.directory.path, tmp_path / "image"
+    image_path.mkdir()
+    shutil.copy(path / "journal.json", image_path)
+    journaled.begin()
+    journaled.run_pass()
+    journaled.go_on()
+
+    def kill(operation: str) -> None:
+        if operation == "sync":
+            raise KeyboardInterrupt
+
+    journaled.disk.before = kill
+    with pytest.raises(KeyboardInterrupt):
+        journaled.run_pass()
+    journaled.disk.before = lambda operation: None
+    journaled.writer.close()
+    assert journaled.directory.lock()
+    journaled.directory.contents(repair=True)
+    journaled.writer = journaled.new_writer(1 << 20)
+    journaled.run_pass()
+    for image in journaled.disk.cuts(PAGE, 3, 0):
+        put(image, image_path)
+        assert journaled.read(image_path)[0] == journaled.held[-1]
+    journaled.close()
+
+
+@Kind
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10, 25))
 def test_power_cuts_of_longer_stories(tmp_path: Path, kind: type[Journaled], seed: int) -> None:

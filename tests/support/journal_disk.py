@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,19 +35,17 @@ class RecordingDisk(Disk):
         self.files: dict[str, File] = {}
         self.removed: dict[str, File] = {}
         self.before: Callable[[str], None] = lambda operation: None
-        self._names: dict[int, str] = {}
 
     def create(self, path: Path) -> int:
         self.before("create")
         fd = super().create(path)
-        self._names[fd] = path.name
         self.files[path.name] = File()
         return fd
 
     def write(self, fd: int, parts: Sequence[memoryview], offset: int) -> None:
         self.before("write")
         super().write(fd, parts, offset)
-        seen = self.files[self._names[fd]].seen
+        seen = self.files[_name(fd)].seen
         data = b"".join(parts)
         seen[len(seen) :] = bytes(max(0, offset - len(seen)))
         seen[offset : offset + len(data)] = data
@@ -54,14 +53,13 @@ class RecordingDisk(Disk):
     def sync(self, fd: int) -> None:
         self.before("sync")
         super().sync(fd)
-        file = self.files[self._names[fd]]
+        file = self.files[_name(fd)]
         file.on_disk = bytes(file.seen)
 
     def truncate(self, fd: int, size: int) -> None:
         self.before("truncate")
         super().truncate(fd, size)
-        if fd in self._names:
-            file = self.files[self._names[fd]]
+        if (file := self.files.get(_name(fd))) is not None:
             del file.seen[size:]
             file.on_disk = bytes(file.seen)
 
@@ -132,6 +130,10 @@ class RecordingDisk(Disk):
                 yield self.image(set(subset), page, names_kept)
             if not pages and not self.removed and all(file.named for file in self.files.values()):
                 return
+
+
+def _name(fd: int) -> str:
+    return Path(os.readlink(f"/proc/self/fd/{fd}")).name
 
 
 def put(image: dict[str, bytes], path: Path) -> None:

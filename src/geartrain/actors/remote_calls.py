@@ -13,9 +13,17 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from geartrain.errors import ArgumentError, PeerLostError, PeerUnreachableError, RemoteError, WaitTimeoutError
+from geartrain.errors import (
+    ArgumentError,
+    GeartrainError,
+    PeerLostError,
+    PeerUnreachableError,
+    RemoteError,
+    WaitTimeoutError,
+)
 from geartrain.rpc.node import Node
 from geartrain.rpc.remote_objects import Remote
 
@@ -102,6 +110,24 @@ class RemoteCalls:
         if tells:
             _log.warning("%s. Calls of its store %r are sent again for up to %.3g s", error, self.name, left_s)
 
+    def is_stale(self, error: Exception, remote: Remote | None) -> bool:
+        """Whether a call failed because its handle's store is not served any more.
+
+        Drops the handle, so that the peer releases its claims. The next call opens another one.
+
+        Args:
+            error: of the call.
+            remote: the handle that it was sent to; None: it was not sent.
+        """
+        if remote is None or not isinstance(error, RemoteError) or error.remote_type != "LookupError":
+            return False
+        with self.lock:
+            if self.remote is remote:
+                self.remote = None
+        with suppress(GeartrainError):
+            remote.close()
+        return True
+
     def ask(self, what: str, given: Callable[[], tuple[Any, ...]], *, wait_s: float = 0.0) -> Any:
         """The peer's answer to a call that changes nothing, or the same however often it is made.
 
@@ -149,6 +175,9 @@ class RemoteCalls:
             except (PeerLostError, LookupError, WaitTimeoutError) as error:
                 if isinstance(error, RemoteError) and error.remote_type not in _REFUSED:
                     raise  # of the call itself
+                if not sendings.reopened and self.is_stale(error, remote):
+                    sendings.reopened = True
+                    continue
                 if remote is not None and not isinstance(error, PeerUnreachableError | RemoteError):
                     ran = outcomes if ran is None else ran
                 pause_s = sendings.again_in(error, remote)
@@ -170,9 +199,13 @@ class Sendings:
     Args:
         calls: of the store.
         wait_s: how long the peer may wait before it replies, in seconds.
+
+    Attributes:
+        reopened: whether it was sent to a handle that was stale; the next one is not.
     """
 
     def __init__(self, calls: RemoteCalls, wait_s: float) -> None:
+        self.reopened = False
         self._calls = calls
         self._late_s = time.monotonic() + wait_s + calls.timeout_s  # a loss after that gives no more time
         self._lost_s: float | None = None

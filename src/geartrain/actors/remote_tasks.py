@@ -172,6 +172,9 @@ class RemoteRows(RemoteCalls):
                     remote = (await asyncio.to_thread(self.opened, sendings.connect_s))[0]
                 return await remote.call_async(what, *given(), timeout_s=min(wait_s + self.timeout_s, 1e9))
             except (PeerLostError, LookupError) as error:
+                if not sendings.reopened and await asyncio.to_thread(self.is_stale, error, remote):
+                    sendings.reopened = True
+                    continue
                 pause_s = sendings.again_in(error, remote)
                 if pause_s is None:
                     raise

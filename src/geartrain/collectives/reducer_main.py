@@ -62,7 +62,7 @@ def serve(
             flush=True,
         )
         if metrics_port is not None:
-            print(f"metrics on http://{host}:{metrics.port}/metrics", flush=True)
+            print(f"metrics on {metrics.url}", flush=True)
         before, at = reducer.metrics(), time.monotonic()
         while not stopped.wait(every_s or None):
             now, now_at = reducer.metrics(), time.monotonic()

@@ -67,6 +67,10 @@ class MetricsServer(Lifetime, elsewhere="make another one there"):
         read: returns the metrics and their values; called on the server's thread, after a scrape came.
         host, port: to listen on; port 0 is a free one.
 
+    Attributes:
+        port: that it listens on.
+        url: to read the metrics from.
+
     Raises:
         MissingDependencyError: prometheus-client is not installed.
         GeartrainError: the port cannot be had.
@@ -83,6 +87,7 @@ class MetricsServer(Lifetime, elsewhere="make another one there"):
         except (OSError, UnicodeError, OverflowError) as error:  # no name of a host; no port
             raise GeartrainError(f"cannot serve metrics on {host}:{port}: {error}") from None
         self.port: int = self._listening.getsockname()[1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
         self._thread = DaemonThread(self._run, "geartrain metrics", (app,))

@@ -227,10 +227,11 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     for name, leaf in leaves.items():
         at = tree
         *parents, last = name.split(".")
-        for part in parents:
+        for depth, part in enumerate(parents, 1):
             at = at.setdefault(part, {})
             if type(at) is not dict:
-                raise ArgumentError(f"the field {name!r} would be nested in the field {part!r}: rename one of them")
+                above = ".".join(parents[:depth])
+                raise ArgumentError(f"the field {name!r} would be nested in the field {above!r}: rename one of them")
         if last in at:
             raise ArgumentError(f"other fields would be nested in the field {name!r}: rename one of them")
         at[last] = leaf

@@ -376,7 +376,7 @@ class Launcher:
 
         endpoint = PrometheusEndpoint(read, self._metrics_host, port, self.job.trust)
         stack.callback(endpoint.close)
-        self._display.say(f"metrics for Prometheus on http://{self._metrics_host}:{endpoint.port}/metrics")
+        self._display.say(f"metrics for Prometheus on {endpoint.url}")
 
     # --- display and summary ------------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ The state is a few numbers. A replay that loads them continues with the same bat
 from __future__ import annotations
 
 import dataclasses
+import re
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +18,9 @@ from geartrain.errors import ArgumentError
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.windows import as_windows
 from geartrain.selection.mixture import Mixture, Selection
+
+#: Numbers of an array that a description lists. Of a longer one it has a checksum.
+_MOST_SHOWN = 100
 
 
 def described(selection: Selection, config: ReplayConfig) -> dict[str, Any]:
@@ -98,9 +103,19 @@ def as_text(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = [f"{field.name}={as_text(getattr(value, field.name))}" for field in dataclasses.fields(value)]
         return f"{type(value).__qualname__}({', '.join(parts)})"
+    if isinstance(value, np.generic | np.ndarray):
+        size, value = value.size, value.tolist()  # NumPy's own texts depend on its version
+        if size > _MOST_SHOWN:
+            return f"{size} numbers with CRC-32 {zlib.crc32(repr(value).encode()):08x}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{as_text(key)}: {as_text(each)}' for key, each in value.items()))}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(as_text, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(as_text, value))})"
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__qualname__))
-    return repr(value.item() if isinstance(value, np.generic) else value)
+    return re.sub(r" at 0x[0-9A-Fa-f]+", "", repr(value))
 
 
 __all__ = ["as_text", "checked_state", "describe_strategy", "described"]

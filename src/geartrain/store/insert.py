@@ -168,14 +168,23 @@ def as_array(name: str, field: Field, data: Any, casting: Casting) -> Any:
 
 def _no_number(name: str, field: Field, data: NDArray[Any]) -> SchemaError:
     """The error about texts and objects, such as None, where the field holds numbers."""
-    first = next((value for value in data.flat if not isinstance(value, Number)), data.flat[0])
+    for first in data.flat:
+        if not isinstance(first, Number):
+            what = "which is no number"
+            break
+        if isinstance(first, int) and not -(2**63) <= first < 2**64:
+            what = "which is beyond 64 bits"
+            break
+    else:
+        return SchemaError(
+            f"field {name!r} holds {field.dtype}, found an array of objects: convert it with astype({field.dtype!r})"
+        )
     if isinstance(first, np.generic):
         first = first.item()  # whose repr is the value's
     kind = "Text" if isinstance(first, str) else "Bytes" if isinstance(first, bytes) else ""
     advice = (
         f". For {kind.lower()} make it a field of geartrain.{kind}(); rows with steps cannot have one" if kind else ""
     )
-    what = "which is beyond 64 bits" if isinstance(first, Number) else "which is no number"
     return SchemaError(f"field {name!r} holds {field.dtype}, found {shown(first)}, {what}{advice}")
 
 

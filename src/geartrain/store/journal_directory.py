@@ -360,7 +360,7 @@ class JournalDirectory:
             on_rows: called with each frame of rows, its blocks included.
             on_steps: called with rows (n,), their lengths, and new priorities of their steps, one row after the other;
                 not without `on_rows`.
-            repair: cut off what is not whole at the end; the lock is held.
+            repair: cut off what is not whole at the end, and flush the rest to disk; the lock is held.
 
         Raises:
             JournalError: damage; names the file and the place.
@@ -462,8 +462,9 @@ class JournalDirectory:
                         found.cut_bytes,
                         segment.nbytes,
                     )
-                if repair and segment.nbytes:
-                    self.disk.truncate(fd, segment.nbytes)
+            if repair and synced is not None and segment.nbytes:
+                # Also where nothing is cut off: a killed writer's last frames may be in memory alone.
+                self.disk.truncate(fd, segment.nbytes)
         finally:
             os.close(fd)
         if segment.nbytes:

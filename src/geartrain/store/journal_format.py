@@ -38,9 +38,9 @@ Frames are numbered without a gap.
 
 A frame's `synced` is the number of the first frame that was not yet on disk when this frame was written. It separates
 power cuts from damage. An unreadable frame normally ends the journal, as after a power cut. If a later frame says that
-the unreadable frame had reached the disk, the journal is damaged, and reading raises an error. So says the manifest:
-"extent" has the numbers of the oldest and the newest segment file, and of the first frame that may not be on disk
-("synced"). It is written when segments come and go, once a minute, and at the close.
+the unreadable frame had reached the disk, the journal is damaged, and reading raises an error. The manifest records
+the same for the whole journal: "extent" has the numbers of the oldest and the newest segment file, and of the first
+frame that may not be on disk ("synced"). It is written when segments come and go, once a minute, and at the close.
 
 Segments are removed from the oldest on, so a row's removal never disappears before the row itself.
 """

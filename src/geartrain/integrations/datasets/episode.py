@@ -288,8 +288,12 @@ class FormatSource(Source):
     def __iter__(self) -> Iterator[Episode]:
         return self.read()
 
+    def numbered(self) -> Iterator[tuple[int, Episode]]:
+        """All episodes with their numbers."""
+        return enumerate(self.read())
+
     @functools.cached_property
-    def _figures(self) -> dict[str, list[Any]]:
+    def _figures(self) -> dict[str, dict[int, Any]]:
         return {}
 
     def figure(self, field: str, of_steps: Callable[[Array], Any], number: int) -> Any:
@@ -299,7 +303,7 @@ class FormatSource(Source):
             alone = copy.copy(self)
             alone._chosen = {field: field}
             with reading(f"{self.name}: {field} of all episodes", "numbers"):
-                self._figures[field] = [of_steps(np.asarray(each.timed[field])) for each in alone.read()]
+                self._figures[field] = {n: of_steps(np.asarray(each.timed[field])) for n, each in alone.numbered()}
         return self._figures[field][number]
 
 

@@ -160,6 +160,19 @@ class LeRobotSource(FormatSource):
 
     def read(self, numbers: Sequence[int] | None = None) -> Iterator[Episode]:
         """The episodes. Files and row groups of others are not read, their images and videos not decoded."""
+        for _, episode in self._indexed(numbers):
+            yield episode
+            del episode
+
+    def numbered(self) -> Iterator[tuple[int, Episode]]:
+        """All episodes with their numbers, which files need not have in their order."""
+        number = {index: number for number, index in enumerate(self._indices)}
+        for index, episode in self._indexed(None):
+            yield number[index], episode
+            del episode
+
+    def _indexed(self, numbers: Sequence[int] | None) -> Iterator[tuple[int, Episode]]:
+        """The episodes with their `episode_index`."""
         wanted = None if numbers is None else {self._indices[number] for number in numbers}
         parts: list[dict[str, Array]] = []
         current, where = -1, ""
@@ -168,14 +181,14 @@ class LeRobotSource(FormatSource):
             if index != current:
                 if parts:
                     episode, parts = self._episode(current, where, parts), []
-                    yield episode
+                    yield current, episode
                     del episode
                     seen += 1
                 current = index
                 where = str(file.relative_to(self._root))
             parts.append(columns)
         if parts:
-            yield self._episode(current, where, parts)
+            yield current, self._episode(current, where, parts)
             seen += 1
         promised = len(self._lengths) if wanted is None else len(wanted)
         if seen != promised:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections import deque
@@ -20,7 +21,8 @@ _END_S = 5.0
 class BatchPrefetch:
     """An endless iterator of batches that a background thread samples. `close` ends the thread.
 
-    Dropping the iterator also ends the thread, after its current batch, and does not wait for it.
+    Dropping the iterator also ends the thread, after its current batch, and does not wait for it. The interpreter's
+    exit waits until all queued batches are made, so close the iterator before if that takes long.
 
     Args:
         sample: function that returns a batch.
@@ -57,10 +59,14 @@ class BatchPrefetch:
             batch = self._batches.popleft()
         except (RuntimeError, IndexError):  # closed, or at the interpreter's end
             raise StopIteration from None
-        while not wait([batch], _LOOK_S).done:
-            if not self._stop.alive:
-                raise StopIteration
-            self._about_to_wait()
+        try:
+            while not wait([batch], _LOOK_S).done:
+                if not self._stop.alive:
+                    raise StopIteration
+                self._about_to_wait()
+        except BaseException:  # also of a signal's handler: whoever asks next gets the batch
+            self._batches.appendleft(batch)
+            raise
         if batch.cancelled():
             raise StopIteration
         try:
@@ -70,10 +76,13 @@ class BatchPrefetch:
 
     def close(self) -> None:
         """Ends the thread, after the batch that it is making; waits for that, five seconds at most."""
-        if self._stop.alive:
-            self._stop()
-            if os.getpid() == self._pid:
-                wait(tuple(self._batches), _END_S)
+        if self._stop.detach() is not None and os.getpid() == self._pid:
+            with contextlib.suppress(RuntimeError):  # at the interpreter's end, which waits for the thread itself
+                last = self._thread.submit(int)  # runs next, as all other batches are cancelled
+                for each in self._batches.copy():
+                    each.cancel()
+                self._thread.shutdown(wait=False)
+                wait([last], _END_S)
         self._batches.clear()
 
 

@@ -122,9 +122,8 @@ class TransitionDraws:
         arrays: dict[str, NDArray[Any]] = {name: batch[name] for name in self._fields}
         # Whole: begins within its row, with a transition, and does not end with the zeros of a full row, whose last
         # steps the next row repeats.
-        real = (arrays[FLAGS][:, min(1, self._reach)] & batch.mask[:, 0]).view(
-            np.bool_
-        )  # the mask is 1, as TRANSITION is
+        flags = arrays[FLAGS][:, min(1, self._reach)]
+        real = (flags & batch.mask[:, 0]).view(np.bool_)  # the mask is 1, as TRANSITION is
         if self._reach > 1:
             real &= ~batch[_LAST][:, -1]
         return arrays, real, batch

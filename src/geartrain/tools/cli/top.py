@@ -134,7 +134,7 @@ def metrics(
     with set_by(signal.SIGTERM) as ended:
         endpoint = PrometheusEndpoint(None, host, port, trusted)
         try:
-            out.print(f"metrics on http://{host}:{endpoint.port}/metrics", soft_wrap=True)
+            out.print(f"metrics on {endpoint.url}", soft_wrap=True, markup=False)
             ended.wait()
         finally:
             endpoint.close()
