@@ -327,14 +327,14 @@ class RowWriter {
 
   // Until the slice passes; whether all rows are through.
   bool run(Deadline slice) {
-    for (bool late = false;;) {
+    for (size_t late = SIZE_MAX;;) {  // the row for which room was made when the slice had passed
       const uint32_t seen = tasks_.table().space_changes.load(std::memory_order_acquire);
       write_some();
       if (at_ == rows_.size()) return true;
       switch (tasks_.make_room(task_, rows_[at_])) {
         case Tasks::Room::made:
-          if (late) return false;  // others took it
-          late = slice.passed();
+          if (late == at_) return false;  // others took it
+          if (slice.passed()) late = at_;
           continue;  // what others gave up for it is not left unused
         case Tasks::Room::given_up:
           rows_[at_++].skipped = true;

@@ -157,6 +157,18 @@ def test_a_put_that_has_no_time_writes_where_a_newer_row_was_set_back_for_it() -
         assert store.keys() == older_key and store.stats()["set_back"] == 1
 
 
+def test_a_put_of_rows_that_has_no_time_makes_room_for_each_of_them() -> None:
+    with simple(span_bytes=1 << 12) as store:
+        store.insert({"x": [1, 2, 3, 4]})
+        older = store.claim("work", 2)
+        newer = store.claim("work", 2)
+        for row, size in zip(newer, (500, 300), strict=True):  # the newest one is enough for the first row
+            row.append(y=np.zeros(size, np.float32))
+        newer.release()
+        assert len(older.put(y=[np.zeros(430, np.float32)] * 2, timeout_s=0)) == 0
+        assert len(store.keys()) == 2 and store.stats()["set_back"] == 2
+
+
 def test_an_insert_larger_than_all_spans_is_refused_at_once(store: gt.Store) -> None:
     with pytest.raises(NoSpaceError, match="larger span_bytes"):
         store.insert({"prompt": [np.zeros(1 << 20, np.int32)], "id": [1]})
