@@ -32,12 +32,15 @@ struct Counter {
 
 TEST(a_forked_child_is_refused_joins_no_thread_and_makes_its_own_object) {
   if (kThreadSanitizer) return;  // it ends a child that is forked beside threads
-  std::atomic<bool> over{false};
+  std::atomic<bool> began{false}, over{false};
   Lifetime life("handle", "open it here");
   auto thread = std::make_unique<OwnThread>();
   thread->start("a thread", [&] {
+    began = true;
     while (!over) ::usleep(1000);
   });
+  // A thread that is starting may hold the lock of AddressSanitizer's allocator, which the child would wait for.
+  while (!began) ::usleep(100);
   of_this_process<Counter>();
   CHECK_EQ(refusal(life), std::string());
   const pid_t child = ::fork();
