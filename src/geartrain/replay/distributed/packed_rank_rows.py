@@ -500,7 +500,9 @@ class PackedRankRows(RankSource):
                 read[number, rank], lost = found, lost or torn
                 sent |= dict.fromkeys(far, MovedRows.pack(self._reader, found))
                 traffic.sent_bytes += len(far) * found.nbytes
-        its = {each: lengths.places[reader[lengths.places] == each] for each in self._readers(reader, lengths)}
+        # The rows of this replica by the ranks that read them, in the order of its batch.
+        readers = reader[lengths.places]
+        its = {each: lengths.places[readers == each] for each in dict.fromkeys(readers.tolist())}
         for peer, places in its.items():
             if of_rank[peer] == self._shard and (self._me, peer) not in read:
                 read[self._me, peer], torn = self._read(drawn, places)
@@ -528,11 +530,6 @@ class PackedRankRows(RankSource):
         traffic.fetch_s += read_s - selected_s
         traffic.exchange_s += time.perf_counter() - read_s
         return self._batch(step, drawn, version, lengths, parts, count)
-
-    @staticmethod
-    def _readers(reader: NDArray[np.int64], lengths: BatchLengths) -> list[int]:
-        """The ranks that read rows of this replica, in the order of its batch."""
-        return list(dict.fromkeys(reader[lengths.places].tolist()))
 
     def _read(self, drawn: ShardedDraw, places: NDArray[np.int64]) -> tuple[_native.PackedArrays, bool]:
         """Rows of this rank's shard, and whether some of them are gone."""
